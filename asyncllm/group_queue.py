@@ -144,7 +144,18 @@ class GroupQueue:
             EngineDeadError, EngineClosedError: if no engine runs.
         """
         _hash_text(submission)
+        self._add_members_if_room(submission)
         return self._enqueue(submission, self._retries)
+
+    def _add_members_if_room(self, submission: Submission) -> None:
+        """Make a request's members if an engine has room for them, without the lock of the caller
+        queue, because engine threads take that lock."""
+        group, num_tokens = submission.request.group, submission.num_tokens
+        admissions = [core.admission for core in self.engine_cores().values()]
+        for admission in admissions:
+            admission.check_id(group.request_id)
+        if any(admission.retry_after(group, num_tokens) == 0.0 for admission in admissions):
+            submission.add_members()
 
     def _enqueue(self, submission: Submission, retries: int) -> TokenStream:
         with self.caller_queue.lock:

@@ -64,9 +64,13 @@ class OwnerLines(Generic[T]):
     def begin(self, owner: str | None, item: T) -> None:
         """Remove an item that runs from now on; its owner's next turn follows those of others."""
         self.discard(owner, item)
+        self.end_turn(owner)
+        self._num_running[owner] += 1
+
+    def end_turn(self, owner: str | None) -> None:
+        """Put an owner behind the others, because it had its turn."""
         if owner in self._lines:
             self._lines.move_to_end(owner)
-        self._num_running[owner] += 1
 
     def end(self, owner: str | None) -> None:
         """Record that an item of an owner does not run any more."""

@@ -114,8 +114,8 @@ class Admission:
     def check(
         self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None = None
     ) -> None:
-        """Raise the errors of ``reserve``, with its arguments, but register nothing. So members of
-        a group that the queue refuses need not be made."""
+        """Check that the queue would take a group, without registering it. Arguments and errors are
+        those of ``reserve``. The members of a refused group need not be made."""
         with self._lock:
             shortage = self._check_group(group, num_tokens, num_caller_queues_ahead)
             self._raise_if_full(shortage, num_caller_queues_ahead)
@@ -201,7 +201,7 @@ class Admission:
     def _check_group(
         self, group: RequestGroup, num_tokens: int, num_caller_queues_ahead: int | None
     ) -> tuple[str, int] | None:
-        """Result of ``_find_shortage``.
+        """Check a group's id and size; returns its shortage of room as ``_find_shortage`` does.
 
         Raises:
             AsyncLLMError: if the group is refused even by an empty queue.

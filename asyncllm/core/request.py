@@ -69,7 +69,7 @@ class RequestGroup:
         channel: carries all members' output to the reader.
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
-        num_outputs: number of members that it will have when it is submitted; 0 if it has all.
+        num_outputs: number of members that the group will have; 0 if all are added at once.
         cancelled: whether the group has ended, or any thread has sent an abort command for it.
         aborted: whether a caller aborted the group.
         notifier: calls the observers; None without any.
@@ -167,8 +167,8 @@ class Request:
         structured_output: the grammar that its tokens follow, or None.
         prompt_logprobs: log-probabilities of the prompt's tokens from the second on, as far as
             computed; None if ``sampling`` does not ask for them. Only the engine thread appends to
-            it. Once it is complete, the reader may drop it at any time by setting None: no function
-            of the engine thread reads the attribute twice.
+            it. Once it is complete, the reader may drop it at any time by setting None, which the
+            engine thread treats as complete.
     """
 
     group: RequestGroup

@@ -30,7 +30,7 @@ CallArguments = tuple[Operation, Any]
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RawPrompt:
-    """A checked prompt that is not tokenised yet. Only its group, and the thread that tokenises it,
+    """A checked prompt that is not tokenised yet. Only groups, and the thread that tokenises it,
     refer to it, so that it is freed once the prompt is tokenised or the request has ended.
 
     Attributes:

@@ -32,7 +32,7 @@ to their size. So small jobs overtake a large one that arrived shortly before th
 
 MIN_TURN_SECONDS = 0.05
 """An owner's turn goes on with the owner's next job until the jobs of the turn have taken this long
-together. So ten short jobs of one owner wait for one long job of another, and not for ten."""
+together. So ten short jobs of one owner wait for one long job of another, instead of one each."""
 
 POLL_SECONDS = 0.02
 """Maximum seconds between two checks whether a cooldown is still needed."""
@@ -217,8 +217,7 @@ class WorkerThread:
             self._turn_seconds += duration
             if self._turn_seconds >= MIN_TURN_SECONDS:
                 self._turn_seconds = 0.0
-                self._jobs.begin(job.owner, job)
-                self._jobs.end(job.owner)
+                self._jobs.end_turn(job.owner)
 
 
 class TokenizerThreads:

@@ -66,8 +66,8 @@ class ByteClaim:
         """Whether the client sends its data too slowly while other claims wait. To be called
         every ``seconds_until_check`` or more often, from the grant until all bytes are received.
 
-        The first check begins with the first call after others began to wait: a pause before that
-        held up nobody.
+        The first check begins with the first call after others began to wait: until then a slow
+        client holds up nobody.
 
         Args:
             num_received: number of bytes received since the claim was made.
@@ -106,7 +106,7 @@ class ByteBudget:
         num_bytes: maximum number of bytes of all granted claims. A larger claim is granted alone.
 
     Attributes:
-        waiting_since: time since when some claim or other has waited; None if none waits.
+        waiting_since: time at which claims began to wait; None while none waits.
     """
 
     def __init__(self, num_bytes: int) -> None:

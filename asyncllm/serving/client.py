@@ -1,4 +1,4 @@
-"""Client: whom a job is for. A job does not begin once its client has gone."""
+"""Client: owner and connection of a request or a WebSocket, for which jobs run."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class CompletionRequest(ChoicesRequest):
         num_outputs = self.num_prompts * self.num_outputs
         num_tokens = num_outputs * min(self._num_tokens_to_generate, max_model_len)
         for prompt in self.prompts if self.echo else ():
-            # Nearly every token of a text has at least one byte.
+            # A text has at most as many tokens as bytes, but for a few such as BOS.
             ids = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else prompt
             num_tokens += min(len(ids), max_model_len)
         return num_tokens

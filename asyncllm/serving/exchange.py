@@ -152,14 +152,16 @@ class Exchange:
         return await self._receive()
 
     def release_body(self, untokenized_streams: Sequence[TokenStream] = ()) -> None:
-        """Release the memory claimed for the body, as ``ServingContext.release_claim``."""
+        """Release the memory claimed for the body, once the prompts of ``untokenized_streams`` are
+        tokenised, or their requests have ended."""
         claim, self._claim = self._claim, None
         self._server_context.release_claim(claim, untokenized_streams)
 
     async def wait_for_disconnect(self) -> None:
-        """Wait until the client closes its connection; for any number of tasks, once the body is
-        read."""
-        async with self._disconnect_lock:  # A server tells only one that receives.
+        """Wait until the client closes its connection. Call it after the body is read; several
+        tasks may wait."""
+        # Only one task may receive at a time: a server reports the disconnect to one.
+        async with self._disconnect_lock:
             while not self.is_client_gone:
                 self.is_client_gone = (await self._receive())["type"] == "http.disconnect"
 

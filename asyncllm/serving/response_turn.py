@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -14,7 +14,6 @@ import anyio
 
 from asyncllm.serving.byte_budget import RATE_CHECK_SECONDS, ByteClaim
 from asyncllm.serving.client import Client
-from asyncllm.serving.protocol_error import ProtocolError
 from asyncllm.serving.response_events import ResponseEvent, ResponseEvents
 from asyncllm.serving.response_object import ResponseObject
 from asyncllm.serving.response_request import ResponseRequest
@@ -60,7 +59,7 @@ class ResponseTurn:
     _store: ResponseStore
     _num_request_bytes: int
     _request_claim: ByteClaim
-    _logprobs_claim: ByteClaim
+    _logprobs_claim: ByteClaim = field(init=False)
 
     @classmethod
     async def begin(
@@ -111,30 +110,26 @@ class ResponseTurn:
                 store,
                 num_request_bytes,
                 request_claim,
-                logprobs_claim,
             )
             return turn, sum(sys.getsizeof(message.get("content")) for message in messages)
 
         with ExitStack() as claims:
             request_claim = server_context.claim_answer_bytes(num_request_bytes)
             claims.callback(request_claim.release)
-            logprobs_claim = server_context.claim_packed_logprobs_bytes(
-                server_context.max_packed_logprobs_bytes(request)
-            )
-            claims.callback(logprobs_claim.release)
             turn, num_text_bytes = await server_context.run_json_job(
                 submit,
                 num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO,
                 client,
             )
+            claims.callback(turn.stream.abort)
             # A text with an emoji takes four bytes per character, and its JSON mostly one.
             if num_text_bytes > max(num_request_bytes, MIN_LARGE_JSON_BYTES):
                 request_claim.release()
-                try:
-                    turn._request_claim = server_context.claim_answer_bytes(num_text_bytes)
-                except ProtocolError:
-                    turn.stream.abort()
-                    raise
+                turn._request_claim = server_context.claim_answer_bytes(num_text_bytes)
+                claims.callback(turn._request_claim.release)
+            # Claim now that the engine has checked the request: an invalid one keeps nobody out.
+            num_bytes = server_context.max_packed_logprobs_bytes(request)
+            turn._logprobs_claim = server_context.claim_packed_logprobs_bytes(num_bytes)
             claims.pop_all()  # The turn releases them from now on.
         return turn
 
@@ -204,9 +199,8 @@ class ResponseTurn:
                 await self._send_with_logprobs(send, final_events)
 
     async def _send_with_logprobs(self, send: SendEvents, unsent: list[ResponseEvent]) -> None:
-        """Complete and send events one by one, because each repeats the log-probabilities. Stop
-        while others wait for memory and the client is slow, so that it holds them up for one event
-        only."""
+        """Send the remaining events one by one, because each repeats the log-probabilities. Stop
+        after a slow one if others wait for memory; the caller then claims it anew."""
         budget, began_at = self._server_context.logprobs_budget, time.monotonic()
         while unsent:
             await send((self.events.insert_logprobs(unsent.pop(0)),))

@@ -43,7 +43,7 @@ MIN_PACKED_LOGPROBS_BUDGET = 1 << 27
 """Bytes of packed log-probabilities of all answers, besides those of the sequences that run."""
 
 NUM_LOGPROBS_IN_BUDGET = 20
-"""Number of alternatives per token for which the budget has room in each running sequence."""
+"""Number of alternatives per token that the budget assumes for the sequences that run."""
 
 COPIES_OF_LOGPROBS = 3
 """Number of copies of log-probabilities in memory while their events are sent: their JSON, the
@@ -81,7 +81,8 @@ class ServingContext:
             them.
         packed_logprobs_budget: budget for the log-probabilities that answers may hold in the
             engine's packed form, from the request until the answer's end. Answers that hold less
-            than MIN_LARGE_JSON_BYTES do not count.
+            than MIN_LARGE_JSON_BYTES do not count. Made at the first request, for the engines that
+            run then.
         unstored_response_bytes: bound on the responses with ``store=false`` of all connections.
         large_chunk_turn: budget of one, claimed by the answer that makes a large chunk, until
             memory is reserved for the chunk.

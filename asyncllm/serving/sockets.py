@@ -24,7 +24,7 @@ emoji makes every character take four bytes."""
 
 DISCONNECT_EXTENSION = "asyncllm.disconnect"
 """ASGI extension of a server that sets the ``asyncio.Event`` in ``event`` when it loses the
-connection. The application sees a ``websocket.disconnect`` only where it asks for a message."""
+connection. The application sees a ``websocket.disconnect`` only in its next ``receive``."""
 
 
 class WebSocketConnection:

@@ -35,9 +35,9 @@ class _FrameReader(StreamReader):
     """The parser's reader, which notes the frame that the parser waits for.
 
     Attributes:
-        is_final: whether it ends its message.
-        num_wanted: number of bytes of its part that comes next: the whole data, if so much came
-            that it is no header.
+        is_final: whether the frame is the last of its message.
+        num_wanted: number of bytes that the parser waits for: the length of the frame's data once
+            its header is read.
     """
 
     is_final = False

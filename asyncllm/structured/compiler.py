@@ -44,9 +44,8 @@ MAX_GRAMMAR_BYTES = 192 * 2**20
 begins while the grammars in use take more."""
 
 MAX_UNSWEPT_BYTES = 32 * 2**20
-"""Memory in bytes of the compile queue beyond which requests that wait no longer are removed from
-it. Until then they are removed at their turn. The texts of waiting requests count in the engine's
-queue."""
+"""Memory in bytes of the compile queue beyond which abandoned requests are removed from it. Until
+then they are removed at their turn. The texts of waiting requests count in the engine's queue."""
 
 BYTES_PER_QUEUED_REQUEST = 8192
 """Estimated memory of a queued request without the text of its grammar."""
@@ -63,7 +62,7 @@ IsWanted = Callable[[], bool]
 
 @dataclass(slots=True, eq=False)
 class _QueuedRequest:
-    """Place in the queue of a request for a grammar."""
+    """A request's place in the queue."""
 
     job: _CompileJob
     owner: str | None
@@ -227,10 +226,10 @@ class GrammarCompiler:
 
     def _run_jobs(self) -> None:
         lower_thread_priority()
-        job = owner = None
+        has_turn, owner = False, None
         while True:
             with self._lock:
-                if job is not None:
+                if has_turn:
                     self._queue.end(owner)
                 request = self._find_next_request()
                 num_timely_threads = len(self._threads) - self._num_overdue_jobs
@@ -241,6 +240,7 @@ class GrammarCompiler:
                     return
                 owner = request.owner
                 job = self._begin_job(request) if self._evict_cached_grammars() else None
+                has_turn = job is not None
                 del request
             if job is None:
                 self._close_event.wait(_MEMORY_CHECK_SECONDS)
@@ -249,12 +249,12 @@ class GrammarCompiler:
             grammar, error = self._compile_job(job)
             duration = time.perf_counter() - start
             self._finish_job(job, grammar, error)
-            del grammar, error
+            del job, grammar, error
             self._close_event.wait(min(COOLDOWN_TO_COMPILE_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
     def _sweep_queue(self) -> None:
-        """Remove the requests that wait no longer, if the queue has doubled its memory since they
-        were last removed. The caller holds the lock."""
+        """Remove abandoned requests, if the queue has doubled its memory since the last time. The
+        caller holds the lock."""
         if self._num_queued_bytes > max(MAX_UNSWEPT_BYTES, 2 * self._num_swept_bytes):
             for request in list(self._queue):
                 self._drop_if_unwanted(request)
@@ -300,6 +300,7 @@ class GrammarCompiler:
 
     def _dequeue(self, request: _QueuedRequest) -> None:
         self._num_queued_bytes -= BYTES_PER_QUEUED_REQUEST
+        self._num_swept_bytes = min(self._num_swept_bytes, self._num_queued_bytes)
         self._queue.discard(request.owner, request)
 
     def _evict_cached_grammars(self) -> bool:

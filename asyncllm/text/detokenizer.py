@@ -34,13 +34,13 @@ class StopStrings:
 class StopIndex:
     """Index of stop strings, to search for their beginnings and ends.
 
-    It is of UTF-8, because texts of which one has an emoji are compared character by character.
+    It holds UTF-8: a ``str`` with an emoji and one without are compared character by character.
 
     Attributes:
         stops: the stop strings, in the caller's order.
         longest_first: the stop strings with their indexes, the longest first.
-        sorted_stops: the stop strings, sorted. If any begins with a text and goes on, then the
-            one at the text's ``bisect_right`` does.
+        sorted_stops: the stop strings, sorted. If a text is a proper prefix of any, then of the
+            one at the text's ``bisect_right``.
         sorted_endings: the reversed stop strings, sorted, without those that begin with another. If
             a reversed text begins with one of them, then with the one before its ``bisect_right``.
         first_bytes, last_bytes: first and last bytes of the stop strings.
@@ -100,7 +100,7 @@ class StopIndex:
         return best
 
     def find_beginning(self, data: bytes) -> int:
-        """Find the start of the longest suffix with which a stop string begins and goes on."""
+        """Find the start of the longest suffix that is a proper prefix of a stop string."""
         first_bytes, sorted_stops, length = self.first_bytes, self.sorted_stops, len(data)
         for start in range(max(0, length - self.max_length + 1), length):
             if data[start] in first_bytes:
