@@ -199,6 +199,22 @@ def test_wanted_requests_are_not_checked_at_each_new_one(
     assert len(rig.compiler._queue) == 500
 
 
+def test_the_bound_on_gone_requests_falls_with_the_queue(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_UNSWEPT_BYTES", 4 * BYTES_PER_QUEUED_REQUEST)
+    rig.hold_first()
+    wanted = [f"wanted{i}" for i in range(40)]
+    rig.submit("a", *wanted)
+    assert len(rig.compiler._queue) == 40
+    for name in wanted:
+        rig.compiler._drop_job(rig.compiler._jobs[StructuredOutputs("regex", name)])
+    for i in range(40):
+        rig.submit("a", f"gone{i}")
+        rig.gone.add(f"gone{i}")
+    assert len(rig.compiler._queue) <= 5
+
+
 def test_work_per_request_does_not_grow_with_the_queue(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
