@@ -86,6 +86,11 @@ class BoundedProtocol(asyncio.Protocol):
         for its parse turn."""
         raise NotImplementedError
 
+    def _has_claim(self) -> bool:
+        """Whether the connection sends a body or message that holds memory, for which others may
+        wait."""
+        raise NotImplementedError
+
     def _pop_unparsed_bytes(self, max_bytes: int) -> bytes:
         data = bytes(self._unparsed[:max_bytes])
         del self._unparsed[:max_bytes]
@@ -94,7 +99,7 @@ class BoundedProtocol(asyncio.Protocol):
     def _queue_for_parse_turn(self) -> None:
         self._waits_for_parse_turn = True
         self.transport.pause_reading()
-        self.parse_queue.add(self._begin_parse_turn)
+        self.parse_queue.add(self._begin_parse_turn, self._has_claim())
 
     def _begin_parse_turn(self) -> None:
         self._waits_for_parse_turn = False

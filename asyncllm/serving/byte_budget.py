@@ -62,7 +62,7 @@ class ByteClaim:
         """Number of bytes that the client sends per RATE_CHECK_SECONDS while other claims wait."""
         return max(MIN_BYTES_PER_RATE_CHECK, self.num_bytes // MAX_RATE_CHECKS)
 
-    def is_too_slow(self, num_received: int) -> bool:
+    def is_too_slow(self, num_received: int, *, is_backlogged: bool = False) -> bool:
         """Whether the client sends its data too slowly while other claims wait. To be called
         every ``seconds_until_check`` or more often, from the grant until all bytes are received.
 
@@ -71,6 +71,7 @@ class ByteClaim:
 
         Args:
             num_received: number of bytes received since the claim was made.
+            is_backlogged: whether the client has sent more, which the server has not parsed yet.
         """
         now, waiting_since = time.monotonic(), self._budget.waiting_since
         last = self._last_check
@@ -80,7 +81,7 @@ class ByteClaim:
         if now - checked_at < RATE_CHECK_SECONDS:
             return False
         self._last_check = now, num_received
-        return num_received - num_before < self.min_bytes_per_check
+        return not is_backlogged and num_received - num_before < self.min_bytes_per_check
 
     @property
     def seconds_until_check(self) -> float:

@@ -37,6 +37,11 @@ OWNER_KEY = "asyncllm.owner"
 messages in turns by owner; other servers ignore the key."""
 
 
+BACKLOG_EXTENSION = "asyncllm.backlog"
+"""ASGI extension of a server whose connections wait for parse turns: its ``is_waiting`` tells
+whether the client has sent more than was parsed, so that it is not the client that is slow."""
+
+
 class Exchange:
     """Reader of a request's body, and sender of the answer.
 
@@ -68,6 +73,8 @@ class Exchange:
         self._server_context = server_context
         self._receive = receive
         self._disconnect_lock = anyio.Lock(fast_acquire=True)
+        backlog = (scope.get("extensions") or {}).get(BACKLOG_EXTENSION)
+        self._is_backlogged = None if backlog is None else backlog["is_waiting"]
         self._send = send
         self.field_by_engine_param = field_by_engine_param
         self._has_read_body = False
@@ -142,7 +149,8 @@ class Exchange:
             ProtocolError: if the body is received too slowly while other requests wait for memory.
         """
         while self._claim is not None:
-            if self._claim.is_too_slow(num_received):
+            is_backlogged = self._is_backlogged is not None and self._is_backlogged()
+            if self._claim.is_too_slow(num_received, is_backlogged=is_backlogged):
                 raise _too_slow_error(
                     f"less than {self._claim.min_bytes_per_check >> 10} KiB came in "
                     f"{RATE_CHECK_SECONDS:g} seconds, while other requests waited"

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER, FlowControl, servi
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedProtocol, Timer
+from asyncllm.serving.exchange import BACKLOG_EXTENSION
 from asyncllm.serving.http_parser import HttpParser
 from asyncllm.serving.parse_queue import RequestStartQueue
 
@@ -22,17 +23,28 @@ HTTP_SLICE_BYTES = 1 << 14
 MAX_DISCARDED_BYTES = 1 << 16
 """Maximum number of a request's remaining bytes that are read and dropped after an answer."""
 
+MAX_EARLY_BYTES = 1 << 14
+"""Number of bytes that a client may send ahead of the answer to its last request before reading
+pauses. While reading is paused, a client that goes is not noticed."""
+
 LINGER_SECONDS = 1.0
 """Seconds between an answer and the close of its connection, if the request was not read to its
 end. After an immediate close, a client that still sends would get a reset and lose the answer."""
 
 
 class _FlowControl(FlowControl):
-    """Flow control that lets the protocol decide whether to resume reading."""
+    """Flow control that lets the protocol decide whether to pause and resume reading."""
 
-    def __init__(self, transport: asyncio.Transport, resume: Callable[[], None]) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, pause: Callable[[], None], resume: Callable[[], None]
+    ) -> None:
         super().__init__(transport)
+        self._pause = pause
         self._resume = resume
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+        self._pause()
 
     def resume_reading(self) -> None:
         if self.read_paused:
@@ -74,6 +86,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             # Mark the client as gone; else uvicorn logs that the application has not answered.
             self.cycle.disconnected = True
             return
+        extensions: Any = scope.setdefault("extensions", {})
+        extensions[BACKLOG_EXTENSION] = {"is_waiting": lambda: self._waits_for_parse_turn}
         answer = _AnswerSender(self, send)
         await application(scope, receive, answer.send)
 
@@ -104,7 +118,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.flow = _FlowControl(transport, self._resume_reading)
+        self.flow = _FlowControl(transport, self._pause_reading, self._resume_reading)
         if self._close_idle_connections(self.max_open_connections):
             self.idle_connections[self] = None
             self._header_timer.start()
@@ -115,13 +129,24 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self._unset_keepalive_if_required()
         if self._num_discarded_bytes is None:
             super().data_received(data)
+            if self.flow.read_paused:
+                self._pause_reading()
             return
         self._num_discarded_bytes += len(data)
         if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
             self.transport.pause_reading()
 
     def _may_read(self) -> bool:
-        return not self.flow.read_paused
+        # A client that sends its next request early may still go, which only a read notices.
+        is_early = self.conn.their_state is h11.DONE and len(self._unparsed) <= MAX_EARLY_BYTES
+        return not self.flow.read_paused or is_early
+
+    def _pause_reading(self) -> None:
+        if not self._may_read():
+            self.transport.pause_reading()
+
+    def _has_claim(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
 
     def _parse(self) -> None:
         self.conn.reset_event_budget()

@@ -19,7 +19,9 @@ most a fifth of the event loop's time."""
 
 
 class ParseQueue:
-    """Queue of connections that wait for their next parse turn.
+    """Two queues of connections that wait for their next parse turn: those whose bodies or messages
+    hold memory, for which others may wait, and all others. The queues alternate, so that the few
+    that hold memory do not wait behind many.
 
     In a parse turn, one connection parses a limited number of events. A connection takes its first
     turn as soon as it receives data. With data left after that, the connection waits in this queue,
@@ -27,33 +29,42 @@ class ParseQueue:
     """
 
     def __init__(self) -> None:
-        self._connections: dict[Callable[[], None], None] = {}
+        self._next_queue: dict[Callable[[], None], None] = {}
+        self._queue_after_next: dict[Callable[[], None], None] = {}
+        self._claim_queue, self._other_queue = self._next_queue, self._queue_after_next
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, turn_callback: Callable[[], None]) -> None:
-        """Queue a connection. ``turn_callback`` is called when its turn comes."""
-        self._connections[turn_callback] = None
+    def add(self, turn_callback: Callable[[], None], has_claim: bool = False) -> None:
+        """Queue a connection.
+
+        Args:
+            turn_callback: function that is called when the connection's turn comes.
+            has_claim: whether the connection's body or message holds memory.
+        """
+        queue = self._claim_queue if has_claim else self._other_queue
+        queue[turn_callback] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(
                 MIN_PAUSE_SECONDS, self._begin_next_turn
             )
 
     def discard(self, turn_callback: Callable[[], None]) -> None:
-        self._connections.pop(turn_callback, None)
+        self._claim_queue.pop(turn_callback, None)
+        self._other_queue.pop(turn_callback, None)
 
     def _begin_next_turn(self) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            if self._connections:
-                turn_callback = next(iter(self._connections))
-                del self._connections[turn_callback]
+            if queue := self._next_queue or self._queue_after_next:
+                self._next_queue, self._queue_after_next = self._queue_after_next, self._next_queue
+                turn_callback = next(iter(queue))
+                del queue[turn_callback]
                 turn_callback()
         finally:
             pause = max(MIN_PAUSE_SECONDS, PAUSE_TO_BUSY_RATIO * (loop.time() - began))
-            self._timer = (
-                loop.call_later(pause, self._begin_next_turn) if self._connections else None
-            )
+            is_waiting = self._claim_queue or self._other_queue
+            self._timer = loop.call_later(pause, self._begin_next_turn) if is_waiting else None
 
 
 MAX_REQUEST_STARTS_PER_ITERATION = 4

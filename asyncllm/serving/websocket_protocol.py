@@ -165,7 +165,9 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _check_receive_rate(self) -> None:
         """Close the connection if its message arrives too slowly while other messages wait for the
         budget; else check again later."""
-        if self._claim is not None and self._claim.is_too_slow(self._num_message_bytes()):
+        if self._claim is not None and self._claim.is_too_slow(
+            self._num_message_bytes(), is_backlogged=self._waits_for_parse_turn
+        ):
             self._close_for_slow_message(
                 f"of a message less than {self._claim.min_bytes_per_check >> 10} KiB came in "
                 f"{RATE_CHECK_SECONDS:g} seconds, while others waited"
@@ -217,6 +219,9 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         if not is_control:
             self._is_fragmented = not frame.fin
         return self._frames_left < 0
+
+    def _has_claim(self) -> bool:
+        return self._claim is not None
 
     def _may_parse(self) -> bool:
         # Until the handshake is answered, the application may still refuse the client.
