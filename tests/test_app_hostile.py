@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import gc
 import hashlib
 import json
 import logging
 import resource
 import socket
+import threading
 import time
 import tracemalloc
 import weakref
@@ -37,9 +39,11 @@ from asyncllm.serving.connections import RESERVED_FILE_DESCRIPTORS
 from asyncllm.serving.event_sender import EventSender
 from asyncllm.serving.exchange import Exchange
 from asyncllm.serving.http_parser import MAX_HEADER_COMMAS, HttpParser
+from asyncllm.serving.http_protocol import MAX_EARLY_BYTES
 from asyncllm.serving.parse_queue import (
     MAX_EVENTS_PER_PARSE_TURN,
     MAX_REQUEST_STARTS_PER_ITERATION,
+    ParseQueue,
     RequestStartQueue,
 )
 from asyncllm.serving.response_events import ResponseEvents
@@ -1253,3 +1257,54 @@ async def test_bytes_have_turns(caplog, monkeypatch, is_socket):
             async with connected(server, f"{HEAD}{len(body)}\r\n\r\n".encode() + body) as pair:
                 assert b" 200 " in await pair[0].readline()
     assert len(turns) >= size // (MAX_BYTES_PER_PARSE_TURN + 2**18)
+
+
+@pytest.mark.parametrize("early", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 9])
+async def test_a_client_that_sends_its_next_request_early_is_seen_to_go(early):
+    gate, body = threading.Semaphore(1), json.dumps({"prompt": "1", "max_tokens": 50})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    engine = fake_engine("x" * 50, gate=gate)
+    async with served_app(engine) as server:
+        try:
+            async with connected(server, (head + body).encode()) as (_, writer):
+                await until(lambda: engine.stats().num_running == 1)
+                writer.write(early)
+                await writer.drain()
+                await asyncio.sleep(0.05)  # Let the server read it before the client goes.
+            await until(lambda: len(server._server.server_state.connections) == 0, seconds=10)
+            gate.release(2)
+            await until(lambda: engine.stats().num_running == 0, seconds=10)
+            assert engine.stats().num_aborted == 1
+        finally:
+            gate.release(100)
+
+
+async def test_a_client_that_sends_far_ahead_is_not_read():
+    gate, body = threading.Semaphore(0), json.dumps({"prompt": "1"})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with served_app(fake_engine("x", gate=gate)) as server:
+        try:
+            async with connected(server, (head + body).encode()) as (_, writer):
+                await until(lambda: server._server.server_state.connections, seconds=5)
+                (protocol,) = server._server.server_state.connections
+                await until(lambda: protocol.conn.their_state is h11.DONE, seconds=5)
+                writer.write(b"x" * (1 << 23))
+                await until(lambda: not protocol.transport.is_reading(), seconds=5)
+                await asyncio.sleep(0.05)
+                assert MAX_EARLY_BYTES < len(protocol._unparsed) <= 5 * MAX_BYTES_PER_PARSE_TURN
+        finally:
+            gate.release(1000)
+
+
+async def test_parse_turns_alternate_between_claims_and_others():
+    queue, turns = ParseQueue(), []
+    for name in ("a", "b", "c", "A", "B"):
+        queue.add(functools.partial(turns.append, name), has_claim=name.isupper())
+    await until(lambda: len(turns) == 5)
+    assert turns == ["A", "a", "B", "b", "c"]
+    dropped = functools.partial(turns.append, "d")
+    queue.add(dropped)
+    queue.discard(dropped)
+    queue.add(functools.partial(turns.append, "e"))
+    await until(lambda: len(turns) == 6)
+    assert turns[-1] == "e"

@@ -131,3 +131,14 @@ def test_a_large_claim_is_received_in_as_many_checks_as_a_small_one(clock, is_in
         num_received += (1 << 20) - (not is_in_time)
         assert held.is_too_slow(num_received) == (not is_in_time)
     assert (num_received == num_bytes) == is_in_time
+
+
+def test_a_client_whose_bytes_wait_to_be_parsed_is_not_slow(clock):
+    budget = ByteBudget(100)
+    held = budget.claim(100, lambda: None)
+    budget.claim(1, lambda: None)
+    assert not held.is_too_slow(0)
+    clock.now += RATE_CHECK_SECONDS
+    assert not held.is_too_slow(0, is_backlogged=True)
+    clock.now += RATE_CHECK_SECONDS
+    assert held.is_too_slow(0)
