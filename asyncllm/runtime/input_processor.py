@@ -408,7 +408,7 @@ class InputProcessor:
         return request
 
     def _make_members(self, first: Request) -> None:
-        """Make the members of a group after the first, with what a place in the queue needs."""
+        """Make a group's members after the first, without their parameters and prompt."""
         for _ in range(1, first.sampling.n):
             Request(
                 first.group,

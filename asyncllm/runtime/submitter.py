@@ -57,10 +57,9 @@ class Submission:
         text_hashes: hashes of the beginning of a RawPrompt in an EngineGroup.
         observers: observers of this request, beside those of its engine.
         stream: stream to continue with this request after a failed attempt; None makes a stream.
-        make_members: makes the group's members after the first, with what a place in the queue
-            needs; None once that is done.
-        complete_members: gives these members the rest once they have a place, because it takes
-            milliseconds and most of their memory; None once that is done.
+        make_members: makes the group's members after the first; None once that is done.
+        complete_members: gives these members their parameters and prompt; None once that is done.
+            It takes milliseconds and memory, so it is called once they have a place in the queue.
     """
 
     request: Request

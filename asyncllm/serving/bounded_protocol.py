@@ -87,8 +87,7 @@ class BoundedProtocol(asyncio.Protocol):
         raise NotImplementedError
 
     def _has_claim(self) -> bool:
-        """Whether the connection sends a body or message that holds memory, for which others may
-        wait."""
+        """Whether the connection receives a body or message that holds memory of a budget."""
         raise NotImplementedError
 
     def _pop_unparsed_bytes(self, max_bytes: int) -> bytes:

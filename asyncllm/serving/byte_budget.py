@@ -85,7 +85,7 @@ class ByteClaim:
 
     @property
     def seconds_until_check(self) -> float:
-        """Seconds until ``is_too_slow`` is due; it was called before."""
+        """Seconds until the next call of ``is_too_slow`` is due, after a first one."""
         assert self._last_check is not None
         return self._last_check[0] + RATE_CHECK_SECONDS - time.monotonic()
 

@@ -220,7 +220,7 @@ class ChatRequest(ConversationFields, ChoicesRequest):
 
     @property
     def _token_limits(self) -> set[int]:
-        """Maximum length of an output, as each of two fields says."""
+        """Values of the two fields for an output's maximum length."""
         limits = (self.max_tokens, self.max_completion_tokens)
         return {limit for limit in limits if limit is not None}
 

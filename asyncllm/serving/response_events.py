@@ -98,7 +98,7 @@ class ResponseEvents:
             self._logprobs_json = self._encode_logprobs(self._message_item.logprobs).encode()
 
     def free_logprobs(self) -> None:
-        """Free the memory of ``encode_logprobs``."""
+        """Free the JSON of the message's log-probabilities."""
         self._logprobs_json = b""
 
     def _encode_logprobs(self, logprobs: list[TokenLogprobs]) -> str:
