@@ -391,6 +391,7 @@ class _RowFeeder:
         self._worker = WorkerThread("asyncllm-rows")
         self._backend: EventLoopBackend | None = None
         self._cancel: Callable[[], Any] | None = None
+        self._closing_task: Callable[[], Any] | None = None
         self._waiter: Any = None
 
     def start(self) -> None:
@@ -435,7 +436,8 @@ class _RowFeeder:
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 
             def close() -> None:
-                self._cancel = backend.spawn(_close_async_generator(iterator))
+                # Not ``_cancel``: a second ``close`` would cancel this task before it began.
+                self._closing_task = backend.spawn(_close_async_generator(iterator))
 
             with suppress(RuntimeError):  # A closed loop has closed its generators.
                 backend.post(close)
