@@ -666,7 +666,7 @@ class AsyncLLMEngine(UncopyableHandle):
 
     @property
     def _num_slots(self) -> int:
-        """Number of sequences that can run at once."""
+        """Maximum number of sequences in a batch."""
         return self._require_started().loaded_model.executor.info.max_num_seqs
 
     # --- checks of the state -----------------------------------------------------------

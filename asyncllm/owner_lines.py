@@ -37,7 +37,7 @@ class OwnerLines(Generic[T]):
             yield from (item for *_, item in line)
 
     def push(self, owner: str | None, item: T, rank: float = 0.0) -> None:
-        """Add an item to its owner's line, behind those of the same rank and of smaller ones."""
+        """Add an item to its owner's line, behind all items of the same or a smaller rank."""
         entry = self._entries[item] = (rank, next(self._serials), item)
         insort(self._lines.setdefault(owner, []), entry)
 

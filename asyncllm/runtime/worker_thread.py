@@ -235,7 +235,8 @@ class TokenizerThreads:
     def submit(
         self, job: Callable[[int | None], bool], num_characters: int, owner: str | None = None
     ) -> None:
-        """Queue a job in order of its owner's arrivals; raises as ``WorkerThread.submit``.
+        """Queue a job, in order of arrival among those of its owner. Errors are those of
+        ``WorkerThread.submit``.
 
         Args:
             job: function, called with the maximum number of characters, or None for no maximum. It

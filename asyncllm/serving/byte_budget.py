@@ -67,7 +67,7 @@ class ByteClaim:
         every ``seconds_until_check`` or more often, from the grant until all bytes are received.
 
         The first check begins with the first call after others began to wait: until then a slow
-        client holds up nobody.
+        client delays no other.
 
         Args:
             num_received: number of bytes received since the claim was made.

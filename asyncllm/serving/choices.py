@@ -87,7 +87,7 @@ async def handle_completion_request(
     exchange.release_body(untokenized_streams=streams)
     try:
         # Claim on this thread, because budgets belong to the event loop, and only now, because the
-        # engine has checked the request: an invalid one keeps nobody out.
+        # engine has checked the request: an invalid request must not take memory from others.
         claim = server_context.claim_packed_logprobs_bytes(num_logprobs_bytes)
     except ProtocolError:
         for stream in streams:

@@ -87,7 +87,8 @@ class CompletionRequest(ChoicesRequest):
 
     @property
     def _num_tokens_to_generate(self) -> int:
-        """Maximum length of an output; at least one token, so that the whole prompt is computed."""
+        """Maximum number of tokens of an output. At least one, because the engine computes the
+        whole prompt only if it samples a token."""
         return max(DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens, 1)
 
     def submit(self, engine: AsyncLLMEngine, options: Mapping[str, Any]) -> Sequence[TokenStream]:

@@ -94,7 +94,7 @@ class ResponseEvents:
     def encode_logprobs(self) -> None:
         """Make the JSON of the message's log-probabilities, which ``insert_logprobs`` inserts."""
         if self._message_item is not None:
-            # In UTF-8: in a ``str``, one emoji makes every character take four bytes.
+            # Kept as UTF-8, because in a ``str`` with one emoji every character takes four bytes.
             self._logprobs_json = self._encode_logprobs(self._message_item.logprobs).encode()
 
     def free_logprobs(self) -> None:

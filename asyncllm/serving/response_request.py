@@ -175,8 +175,8 @@ class ResponseRequest(ConversationFields):
 
     @property
     def _max_tokens(self) -> int | None:
-        """Maximum length of the output; at least one token, so that the whole prompt is computed
-        and cached."""
+        """Maximum number of tokens of the output. At least one, because the engine computes and
+        caches the whole prompt only if it samples a token."""
         return self.max_output_tokens if self.should_generate else 1
 
     @property

@@ -127,7 +127,8 @@ class ResponseTurn:
                 request_claim.release()
                 turn._request_claim = server_context.claim_answer_bytes(num_text_bytes)
                 claims.callback(turn._request_claim.release)
-            # Claim now that the engine has checked the request: an invalid one keeps nobody out.
+            # Claim only after the engine has checked the request: an invalid request must not take
+            # memory from others.
             num_bytes = server_context.max_packed_logprobs_bytes(request)
             turn._logprobs_claim = server_context.claim_packed_logprobs_bytes(num_bytes)
             claims.pop_all()  # The turn releases them from now on.

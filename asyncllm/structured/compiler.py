@@ -284,8 +284,8 @@ class GrammarCompiler:
         return True
 
     def _begin_job(self, request: _QueuedRequest) -> _CompileJob:
-        """Take a request's job from the queue, at the turn of the request's owner. The caller holds
-        the lock, and ends the turn in the queue later."""
+        """Take a request's job from the queue, and begin a turn of the request's owner. The caller
+        holds the lock, and ends the turn after the compilation."""
         job = request.job
         self._queue.begin(request.owner, request)
         self._dequeue_job(job)

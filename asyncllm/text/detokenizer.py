@@ -120,8 +120,8 @@ class StopMatcher:
     match never begins in released text.
 
     Each character is checked once for the end of a stop string, and for a beginning until it is
-    released, by one binary search each. So the time is linear in the text, whatever it repeats:
-    ``str.find`` may compare all of a stop string at each character.
+    released, by one binary search each. So the time is linear in the text, even if it repeats one
+    character: ``str.find`` may compare all of a stop string at each character.
 
     Args:
         stops: non-empty strings; several matchers may share StopStrings.
