@@ -436,7 +436,7 @@ class _RowFeeder:
         elif isinstance(iterator, AsyncGenerator) and backend is not None:
 
             def close() -> None:
-                # Not ``_cancel``: a second ``close`` would cancel this task before it began.
+                # Not ``_cancel``, because a second ``close`` would cancel this task.
                 self._closing_task = backend.spawn(_close_async_generator(iterator))
 
             with suppress(RuntimeError):  # A closed loop has closed its generators.

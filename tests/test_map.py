@@ -595,3 +595,25 @@ def test_leaving_an_llm_map_aborts():
         with pytest.raises(EngineDeadError):
             for _ in llm.map(range(10**6), prompt=prompt_of, max_under_way=5, max_tokens=30):
                 pass
+
+
+async def test_a_second_close_does_not_cancel_the_closing_of_the_generator():
+    closed = []
+
+    async def draw():
+        try:
+            for number in range(100):
+                yield number
+        finally:
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+            closed.append(True)
+
+    async with fake(step_time=0.001).engine() as engine:
+        rows = engine.map(draw(), prompt=prompt_of, max_under_way=3, max_tokens=4)
+        await anext(rows)
+        await until(lambda: rows._feeder._cancel is None)
+        for _ in range(10):
+            await rows.aclose()
+            await anyio.lowlevel.checkpoint()
+        await until(lambda: closed, 5)
