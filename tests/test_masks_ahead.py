@@ -18,13 +18,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.core.mask_thread import MaskThread
 from asyncllm.core.request import Status
 from asyncllm.core.structured_output import RequestGrammar
+from asyncllm.structured.grammar import MIN_QUICK_MASKS, Grammar, MaskSpeed
 from tests.core_rig import Rig
 from tests.integrity import check_scheduler
 from tests.structured import ByteRig, texts_of
 
 LENGTH = 12
+
+
+def known_quick() -> MaskSpeed:
+    return MaskSpeed(MIN_QUICK_MASKS)
 
 
 class SlowMatcher:
@@ -99,7 +105,7 @@ class SlowRig(Rig):
         self.hostile = self.group(LENGTH, name="slow")
         self.request = self.hostile.members[0]
         self.grammar = self.request.structured_output = RequestGrammar(
-            self.matcher, clock=self.clock
+            self.matcher, clock=self.clock, mask_speed=known_quick()
         )
         self.neighbour = self.group(4 * LENGTH, name="neighbour").members[0]
 
@@ -169,14 +175,7 @@ def test_quick_masks_are_made_with_their_step(depth: int) -> None:
     rig = SlowRig(slow=False, pipeline_depth=depth)
     rig.finish()
     assert rig.matcher.num_elsewhere == 0
-    assert rig.core._mask_maker._worker is None
-
-
-def test_slow_masks_with_spare_time_are_made_in_their_step() -> None:
-    rig = SlowRig()
-    rig.core.abort(rig.neighbour.group)
-    rig.finish()
-    assert rig.matcher.num_elsewhere == 0
+    assert rig.core._mask_maker._thread is None
 
 
 @pytest.mark.parametrize(("num_others", "expected"), [(0, []), (1, list(range(9, 24)))])
@@ -191,19 +190,87 @@ def test_many_quick_masks_delay_no_rows_without_masks(
         matcher = SlowMatcher(rig)
         matcher.seconds = 1e-4 * (1 + i / 1000)
         matcher.gate.set()
-        grammar = RequestGrammar(matcher, clock=rig.clock)
+        grammar = RequestGrammar(matcher, clock=rig.clock, mask_speed=known_quick())
         rig.group(LENGTH, name=f"{i}").members[0].structured_output = grammar
         grammars.append(grammar)
     for i in range(num_others):
         rig.group(LENGTH, name=f"other {i}")
     gone = rig.group(LENGTH, name="gone")
-    gone.members[0].structured_output = RequestGrammar(SlowMatcher(rig), clock=rig.clock)
-    gone.members[0].structured_output.matcher.slow = False
+    matcher = SlowMatcher(rig)
+    matcher.slow = False
+    grammar = RequestGrammar(matcher, clock=rig.clock, mask_speed=known_quick())
+    gone.members[0].structured_output = grammar
     rig.steps(2)
     rig.core.abort(gone)  # In flight its row is left without a mask, and waits for none.
     rig.steps(2)
     ahead = [i for i, grammar in enumerate(grammars) if grammar.num_masks_ahead]
     assert ahead == expected
+    rig.core._mask_maker.close()
+
+
+@pytest.mark.parametrize("num_outputs", [1, 8])
+def test_a_step_makes_one_slow_mask_of_a_grammar(depth: int, num_outputs: int) -> None:
+    """All outputs come to a slow mask in the same step. Those that are not made are made ahead, and
+    their requests are computed again."""
+
+    def run(seconds: float) -> tuple[Rig, list[SlowMatcher], list[list[int]]]:
+        rig = Rig(max_queued_requests=32, max_num_seqs=32, num_blocks=201, pipeline_depth=depth)
+        speed, matchers, requests, grammars = known_quick(), [], [], []
+        for i in range(num_outputs):
+            matcher = SlowMatcher(rig)
+            matcher.gate.set()
+            matcher.slow, matcher.seconds = False, seconds
+            request = rig.group(LENGTH, name=f"{i}").members[0]
+            grammar = RequestGrammar(matcher, clock=rig.clock, mask_speed=speed)
+            request.structured_output = grammar
+            grammars.append(grammar)
+            matchers.append(matcher)
+            requests.append(request)
+        neighbour = rig.group(LENGTH, name="neighbour").members[0]
+        rig.steps(4)
+        began_at = rig.now
+        for matcher in matchers:
+            matcher.slow = True
+        rig.steps(1)
+        waited.append(rig.now - began_at)
+        while not (neighbour.is_finished and all(request.is_finished for request in requests)):
+            for grammar in grammars:
+                if grammar.next_mask is not None:
+                    grammar.next_mask.exception(10)
+            rig.steps(1)
+            check_scheduler(rig.scheduler)
+        rig.core._mask_maker.close()
+        return rig, matchers, [request.output_token_ids for request in requests]
+
+    waited: list[float] = []
+    quick = run(0.0)[2]
+    rig, matchers, slow = run(0.01)
+    assert slow == quick
+    assert waited[1] - waited[0] == pytest.approx(0.01)
+    assert rig.core.stats().num_preemptions == num_outputs - 1
+    assert all(matcher.num_elsewhere > 4 for matcher in matchers)
+
+
+def test_masks_of_a_new_grammar_are_made_ahead(depth: int) -> None:
+    """But for the first, which is made with the grammar, and until enough were quick."""
+    first_mask = bytes(SlowMatcher(Rig()).bitmask())
+    rig = Rig(pipeline_depth=depth)
+    matcher = SlowMatcher(rig)
+    matcher.gate.set()
+    grammar = Grammar(lambda: matcher, first_mask=first_mask)
+    state = RequestGrammar.begin(grammar)
+    assert state.num_masks_ahead > 0
+    group = rig.group(LENGTH)
+    request = group.members[0]
+    rig.core.on_add(group, [state])
+    while not request.is_finished:
+        if state.next_mask is not None:
+            state.next_mask.exception(10)
+        rig.steps(1)
+    assert matcher.num_elsewhere == LENGTH - 1
+    assert grammar.mask_speed.num_quick_masks == LENGTH - 1
+    grammar.mask_speed.num_quick_masks = MIN_QUICK_MASKS
+    assert RequestGrammar.begin(grammar).num_masks_ahead == 0
     rig.core._mask_maker.close()
 
 
@@ -230,7 +297,7 @@ def test_a_mask_in_the_making_outlives_its_slot(rig: SlowRig, depth: int, how: s
     while rig.core._in_flight:
         rig.core._collect()
     if how == "preempted":
-        rig.scheduler._preempt(rig.request)
+        rig.scheduler.preempt(rig.request)
     elif how == "rolled back":
         rig.scheduler.roll_back_steps([])
     else:
@@ -267,9 +334,9 @@ def test_a_token_accepted_on_the_thread_ends_the_output(depth: int) -> None:
 
 def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
     rig.until_ahead()
-    waiting = rig.core._mask_maker._worker
-    assert waiting is not None
-    dropped = waiting.submit(lambda: None)
+    thread = rig.core._mask_maker._thread
+    assert thread is not None
+    dropped = thread.submit(None, lambda: (None, 0.0))
     threading.Timer(0.05, rig.matcher.gate.set).start()
     rig.core._mask_maker.close()
     assert rig.grammar.next_mask is not None
@@ -305,9 +372,10 @@ def texts_without_delay(num_blocks: int) -> list[str]:
 
 
 @settings(max_examples=12, deadline=None)
-@example(seed=0, share=1, depth=1, num_blocks=257, fault=None)
-@example(seed=0, share=1, depth=2, num_blocks=257, fault=None)
+@example(seed=0, share=1, depth=1, num_blocks=257, fault=None, min_quick_masks=4)
+@example(seed=0, share=1, depth=2, num_blocks=257, fault=None, min_quick_masks=4)
 @given(
+    min_quick_masks=st.sampled_from([0, 4, 256]),
     seed=st.integers(0, 99),
     share=st.integers(1, 12),
     depth=st.sampled_from([1, 2]),
@@ -315,14 +383,92 @@ def texts_without_delay(num_blocks: int) -> list[str]:
     fault=st.sampled_from([None, 3, 9]),
 )
 def test_slow_masks_change_no_output(
-    seed: int, share: int, depth: int, num_blocks: int, fault: int | None
+    seed: int, share: int, depth: int, num_blocks: int, fault: int | None, min_quick_masks: int
 ) -> None:
     rig = ByteRig(depth=depth, num_blocks=num_blocks)
     if fault is not None:
         rig.executor.faults[6 + fault] = StepOutOfMemoryError("full")
     threads: set[str] = set()
-    with mock.patch.object(RequestGrammar, "compute_mask", slow_at(seed, share, threads)):
+    with (
+        mock.patch.object(RequestGrammar, "compute_mask", slow_at(seed, share, threads)),
+        mock.patch("asyncllm.structured.grammar.MIN_QUICK_MASKS", min_quick_masks),
+    ):
         found = asyncio.run(texts_of(rig, 6))
     if share == 1 and num_blocks == 257 and fault is None:  # free rows beside the slow ones
         assert "asyncllm-masks_0" in threads
     assert found == texts_without_delay(num_blocks)
+
+
+def test_masks_take_turns_by_owner() -> None:
+    """Of one owner, outputs that have begun come before those that have not."""
+    thread, gate, made = MaskThread(), threading.Event(), []
+
+    def mask_of(name: str) -> Any:
+        def make() -> tuple[bytes | None, float]:
+            gate.wait(10)
+            made.append(name)
+            return b"", 0.0
+
+        return make
+
+    results = [
+        thread.submit("a", mask_of("a first")),
+        thread.submit("a", mask_of("a beginning"), rank=1),
+        thread.submit("a", mask_of("a second")),
+        thread.submit("b", mask_of("b first")),
+        thread.submit("b", mask_of("b second")),
+    ]
+    results[4].cancel()
+    gate.set()
+    for result in results[:4]:
+        result.result(10)
+    thread.close()
+    assert made[1:] == ["b first", "a second", "a beginning"]
+
+
+def test_the_thread_rests_after_slow_masks_of_busy_engines() -> None:
+    def slow_mask() -> tuple[bytes | None, float]:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return b"", 0.02
+
+    for should_rest in (False, True):
+        thread = MaskThread()
+        thread.should_rest = should_rest
+        thread.submit(None, slow_mask).result(10)
+        thread.submit(None, lambda: (b"", 0.0)).result(10)
+        thread.close()
+        assert (thread._rests_until > 0.0) == should_rest
+        assert not should_rest or time.monotonic() >= thread._rests_until
+
+
+@pytest.mark.parametrize("how", ["aborted", "begun"])
+def test_outputs_of_a_grammar_not_known_to_be_quick_begin_in_turns(how: str) -> None:
+    """An output occupies no slot until the mask thread has time for it."""
+    rig = Rig()
+    matcher, blocker = SlowMatcher(rig), threading.Event()
+    matcher.gate.set()
+    grammar = Grammar(lambda: matcher, first_mask=bytes(matcher.bitmask()))
+    state = RequestGrammar.begin(grammar)
+    group = rig.group(LENGTH)
+    request = group.members[0]
+    maker = rig.core._mask_maker
+    maker._thread = MaskThread()
+    maker._thread.submit(None, lambda: (None, float(blocker.wait(10))))
+    rig.core.on_add(group, [state])
+    rig.steps(3)
+    assert (request.status, len(rig.scheduler.running)) == (Status.NEW, 0)
+    if how == "aborted":
+        rig.core.abort(group)
+        rig.steps(1)
+    blocker.set()
+    thread = maker._thread
+    thread.submit(None, lambda: (None, 0.0), rank=2).result(10)
+    rig.steps(2)
+    assert rig.core.admission.num_live_requests == (how == "begun")
+    assert request.num_output_tokens == (how == "begun")
+    rig.core.abort(group)
+    rig.steps(2)
+    check_scheduler(rig.scheduler)
+    thread.close()

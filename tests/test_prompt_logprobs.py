@@ -237,7 +237,7 @@ def test_preempted_request_continues_after_known_positions() -> None:
     request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
     rig.step()
     rig.step()
-    rig.scheduler._preempt(request)
+    rig.scheduler.preempt(request)
     step = rig.launch()
     assert step is not None
     assert (step.batch.starts, step.batch.prompt_logprobs) == (
@@ -279,7 +279,7 @@ def test_positions_that_come_after_the_reader_dropped_all_are_not_kept() -> None
     request.prompt_logprobs = None
     rig.collect()
     assert request.prompt_logprobs is None
-    rig.scheduler._preempt(request)
+    rig.scheduler.preempt(request)
     step = rig.launch()
     assert step is not None
     assert step.batch.prompt_logprobs == {}

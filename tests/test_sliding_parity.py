@@ -181,7 +181,7 @@ def test_equals_transformers(load_case, name, backend):
         first = [rig.ask(prompt) for prompt in case.prompts]
         for _ in range(9):
             rig.step()
-        rig.scheduler._preempt(next(iter(rig.scheduler.running)))
+        rig.scheduler.preempt(next(iter(rig.scheduler.running)))
         again = [rig.ask(case.prompts[3]), rig.ask(case.prompts[3][:40])]
         rig.run()
         later = rig.ask([*first[1].token_ids, 5, 6], 4)

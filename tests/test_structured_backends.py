@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from asyncllm import LLM, InvalidRequestError
-from asyncllm.structured.backends import check_first_mask
+from asyncllm.structured.backends import with_first_mask
 from asyncllm.structured.grammar import Grammar, GrammarError, GrammarMatcher, Vocabulary
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
@@ -46,7 +46,7 @@ def spec(**asked: Any) -> StructuredOutputs:
 
 def compiled(compiler: Any, **asked: Any) -> Grammar:
     grammar = compiler.compile(spec(**asked))
-    check_first_mask(grammar)
+    with_first_mask(grammar)
     return grammar
 
 

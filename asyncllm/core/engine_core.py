@@ -319,12 +319,16 @@ class EngineCore:
         ):
             return
         self._sampled_step_number = step.batch.step
-        masks, ends = self._mask_maker.make_masks(step, self._last_step_time)
+        masks, ends, overdue = self._mask_maker.make_masks(step, self._last_step_time)
         for request, error in ends:
             if error is None:
                 self.output_processor.finish_request(request)
             else:
                 self.on_fail(request.group, error)
+        for request in overdue:
+            if not request.is_finished:  # It may have ended with its group.
+                self.scheduler.preempt(request)
+                self._mask_maker.make_mask_ahead(request)
         self._call_executor(self.executor.sample, masks)
 
     def _collect(self) -> None:
@@ -380,13 +384,18 @@ class EngineCore:
             return
         for member, grammar in zip(group.members, grammars, strict=False):
             member.structured_output = grammar
+            if grammar.num_masks_ahead:
+                member.run_ahead_end = 0
         if group.cancelled:
             self.on_abort(group)
             return
         if group.deadline < math.inf:
             self._deadlines.add(group, self.admission.num_live_requests)
         for request in group.members:
-            self.scheduler.add(request)
+            if request.structured_output is None:
+                self.scheduler.add(request)
+            else:
+                self._mask_maker.begin(request, self.scheduler.add)
 
     def on_add_deadline(self, group: RequestGroup) -> None:
         """Watch the deadline of a group whose prompt is still being tokenised."""

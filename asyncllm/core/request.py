@@ -48,6 +48,8 @@ class OutputGrammar(Protocol):
     """Protocol of the grammar that a request's tokens follow; ``RequestGrammar``
     implements it."""
 
+    num_masks_ahead: int
+
     def advance(
         self, request: Request, token_id: int, finish_reason: FinishReason | None
     ) -> FinishReason | None: ...

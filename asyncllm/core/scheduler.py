@@ -223,7 +223,7 @@ class Scheduler:
                         self._fail_too_large(request, end)
                         break
                     preempted = True
-                    self._preempt(victim)
+                    self.preempt(victim)
                     budget += scheduled.pop(victim, 0) * victim.budget_cost_per_token
                     if victim is request:
                         break
@@ -279,7 +279,7 @@ class Scheduler:
                 elif was_idle:
                     idle.add(request)
                 return False
-            self._preempt(victim)
+            self.preempt(victim)
         self.waiting.admit(request)
         request.status = Status.RUNNING
         request.req_index = self._free_req_indices.pop()
@@ -442,7 +442,8 @@ class Scheduler:
 
     # --- preemption --------------------------------------------------------------------
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Free the request's blocks and slot. It is computed again later, from the tokens known."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.is_evicted = request.status is not Status.RUNNING

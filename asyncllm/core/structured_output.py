@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from asyncllm.core.batch import GrammarMask
+from asyncllm.core.mask_thread import MaskResult, MaskThread
 from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
-from asyncllm.thread_priority import lower_thread_priority
+from asyncllm.structured.grammar import Grammar, GrammarMatcher, MaskSpeed
 
 if TYPE_CHECKING:
     from asyncllm.core.reasoning import ReasoningTracker
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
-    from asyncllm.structured.grammar import GrammarMatcher
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +36,9 @@ class RequestGrammar:
             end.
         clock: function that returns the calling thread's CPU seconds. By wall-clock time, a quick
             mask would count as slow on a busy machine.
+        mask_speed: speed of the masks of all outputs under the same grammar.
+        first_mask: the matcher's mask until it accepts a token; None afterwards, and if it is not
+            known.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step. While
             it is not 0, a token is accepted along with the next mask.
@@ -49,11 +52,27 @@ class RequestGrammar:
     matcher: GrammarMatcher
     special_tokens: Collection[int] = ()
     clock: Callable[[], float] = time.thread_time
+    mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
+    first_mask: bytes | None = None
     accept_seconds: float = field(init=False, default=0.0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
-    next_mask: Future[tuple[bytes | None, float]] | None = field(init=False, default=None)
+    next_mask: Future[MaskResult] | None = field(init=False, default=None)
     num_delimiter_tokens: int | None = field(init=False, default=0)
+
+    @classmethod
+    def begin(cls, grammar: Grammar) -> Self:
+        """Make the state of a new output. Its masks are made ahead of their steps until the grammar
+        is known to be quick."""
+        state = cls(
+            grammar.new_matcher(),
+            grammar.special_token_ids,
+            mask_speed=grammar.mask_speed,
+            first_mask=grammar.first_mask,
+        )
+        if not grammar.mask_speed.is_known_quick:
+            state.num_masks_ahead = _NUM_MASKS_AHEAD
+        return state
 
     def advance(
         self, request: Request, token_id: int, finish_reason: FinishReason | None
@@ -99,8 +118,14 @@ class RequestGrammar:
         return self._final_finish_reason(finish_reason)
 
     def _accept_token(self, request: Request, token_id: int) -> None:
+        self.first_mask = None
         if not self.matcher.accept(token_id):
             raise _grammar_violation_error(request, token_id)
+
+    def _bitmask(self) -> bytearray:
+        if self.first_mask is not None:
+            return bytearray(self.first_mask)
+        return self.matcher.bitmask()
 
     def _accept_grammar_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Accept a stop token where the grammar cannot end. The mask allowed the token, so the
@@ -120,7 +145,8 @@ class RequestGrammar:
         if not is_last:
             if num_followed is None:
                 return
-            if _allows_token(matcher.bitmask(), token_id) and matcher.accept(token_id):
+            if _allows_token(self._bitmask(), token_id) and matcher.accept(token_id):
+                self.first_mask = None
                 self.num_delimiter_tokens = num_followed + 1
                 return
         if num_followed:
@@ -147,7 +173,7 @@ class RequestGrammar:
                 return None
         if reasoning is not None and reasoning.is_thinking:
             return b""
-        mask, may_end = matcher.bitmask(), matcher.may_end()
+        mask, may_end = self._bitmask(), matcher.may_end()
         if self.num_delimiter_tokens is None:
             mask, may_end = bytearray(len(mask)), False
         stops = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
@@ -229,12 +255,11 @@ their step again afterwards."""
 _MIN_STEP_WAIT_SECONDS = 0.001
 """Maximum seconds that a step waits for its masks; a tenth of the step's time if that is more."""
 
-_GIL_YIELD_SECONDS = 0.00005
-"""Seconds that the mask thread sleeps before each mask, so that the engine thread can acquire the
-GIL. With ``sleep(0)`` the mask thread often got the GIL back first."""
-
 _SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
+
+_SLOW_GRAMMAR_WAIT_FRACTION = 1 / 2
+"""A grammar is slow if one mask takes more than this fraction of that time."""
 
 
 class MaskMaker:
@@ -247,20 +272,45 @@ class MaskMaker:
     made ahead too, until the step waits no longer than that for the others. So a grammar delays
     only its own request, and changes no token.
 
+    All masks of a grammar are made ahead until MIN_QUICK_MASKS in a row were quick, because many
+    outputs may come to a slow one in the same step. A step that has waited for its time makes no
+    more masks of grammars that are not known to be quick: their requests are computed again once
+    their masks are made.
+
     Args:
         send: function that asks the engine thread to call a function with arguments.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
         self._send = send
-        self._worker: ThreadPoolExecutor | None = None
+        self._thread: MaskThread | None = None
+        self._delays_others = False
         self.num_pending_masks = 0
+
+    def begin(self, request: Request, start: Callable[[Request], None]) -> None:
+        """Call ``start(request)``, at once if the grammar is known to be quick. Otherwise call it
+        once the mask thread has time for another output, so that outputs with slow masks do not
+        occupy all slots while they wait for the thread."""
+        if _grammar_of(request).mask_speed.is_known_quick:
+            start(request)
+            return
+        turn = self._submit(request, lambda: (None, 0.0), rank=1)
+        if turn is None:
+            start(request)
+        else:
+            turn.add_done_callback(lambda _: self._send(self._start, request, start))
+
+    def _start(self, request: Request, start: Callable[[Request], None]) -> None:
+        if not request.is_finished:
+            start(request)
 
     def make_masks(
         self, step: ScheduledStep, step_time: float
-    ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]]]:
+    ) -> tuple[GrammarMask, list[tuple[Request, BaseException | None]], list[Request]]:
         """Make the masks of a step, once all tokens before it are known. Also returns the requests
-        that end without a mask, each with its error, or with None if its output is complete.
+        that end without a mask, each with its error, or with None if its output is complete, and
+        the requests whose masks the step does not wait for. The caller preempts those, and calls
+        ``make_mask_ahead``.
 
         Args:
             step_time: seconds that a step takes.
@@ -268,7 +318,9 @@ class MaskMaker:
         batch = step.batch
         masks = GrammarMask(batch.step)
         ends: list[tuple[Request, BaseException | None]] = []
+        overdue: list[Request] = []
         slow: list[int] = []
+        rows_ahead: list[int] = []
         quick_waits: dict[int, float] = {}
         total = 0.0
         limit = max(_MIN_STEP_WAIT_SECONDS, step_time / 10)
@@ -277,6 +329,12 @@ class MaskMaker:
             if request.epoch != step.epochs[row]:
                 continue  # The request has ended or was preempted: its token is discarded.
             grammar = _grammar_of(request)
+            speed, is_first = grammar.mask_speed, grammar.first_mask is not None
+            may_be_slow = not (grammar.next_mask or is_first or speed.is_known_quick)
+            if may_be_slow and total > limit:
+                self._request_masks_ahead(request)
+                overdue.append(request)
+                continue
             try:
                 waited, grammar.accept_seconds = grammar.accept_seconds, 0.0
                 if grammar.next_mask is None:
@@ -290,8 +348,12 @@ class MaskMaker:
                 ends.append((request, error))
                 continue
             total += waited
+            if mask != b"" and not is_first:
+                speed.record(is_slow=seconds > limit * _SLOW_GRAMMAR_WAIT_FRACTION)
             if seconds > limit * _SLOW_MASK_WAIT_FRACTION:
                 slow.append(row)
+            elif not speed.is_known_quick:
+                rows_ahead.append(row)
             elif grammar.num_masks_ahead:
                 self._decrement_num_masks_ahead(request, grammar)
             else:
@@ -302,16 +364,16 @@ class MaskMaker:
                 masks.rows.append(row)
                 masks.masks.append(mask)
         delays_others = total > limit and len(slow) < len(step.requests)
-        rows_ahead = [
-            row for row in slow if delays_others or _grammar_of(step.requests[row]).num_masks_ahead
-        ]
+        for row in slow:
+            grammar = _grammar_of(step.requests[row])
+            if delays_others or grammar.num_masks_ahead or not grammar.mask_speed.is_known_quick:
+                rows_ahead.append(row)
         if delays_others and len(batch.masked_rows) < len(step.requests):
             rows_ahead += _rows_beyond(limit, quick_waits)
         for row in rows_ahead:
-            request = step.requests[row]
-            _grammar_of(request).num_masks_ahead = _NUM_MASKS_AHEAD
-            request.run_ahead_end = 0
-        return masks, ends
+            self._request_masks_ahead(step.requests[row])
+        self._delays_others = len(rows_ahead) + len(overdue) < len(step.requests)
+        return masks, ends, overdue
 
     def make_masks_ahead(self, step: ScheduledStep) -> None:
         """Submit mask jobs to the thread, for the requests whose masks are made ahead. Call this
@@ -320,42 +382,51 @@ class MaskMaker:
             request = step.requests[row]
             if request.epoch != step.epochs[row]:
                 continue
-            grammar = _grammar_of(request)
             # If the request's next step is already scheduled, that step makes the mask.
-            if not grammar.num_masks_ahead or request.num_placeholders:
-                continue
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "asyncllm-masks", lower_thread_priority)
-            try:
-                grammar.next_mask = self._worker.submit(self._make_mask_ahead, grammar, request)
-            except RuntimeError:
-                self._worker = None  # No thread can be started: the step makes the mask.
-                continue
-            request.num_placeholders = 1
-            self.num_pending_masks += 1
-            done = partial(self._send, self._on_mask_made, request, request.epoch)
-            grammar.next_mask.add_done_callback(lambda _, done=done: done())
+            if _grammar_of(request).num_masks_ahead and not request.num_placeholders:
+                self.make_mask_ahead(request)
+
+    def make_mask_ahead(self, request: Request) -> None:
+        """Submit a request's next mask to the thread, and do not schedule the request before."""
+        grammar = _grammar_of(request)
+        grammar.next_mask = self._submit(request, partial(self._make_mask, grammar, request))
+        if grammar.next_mask is None:
+            return  # No thread can be started: the step makes the mask.
+        request.num_placeholders = 1
+        self.num_pending_masks += 1
+        done = partial(self._send, self._on_mask_made, request, request.epoch)
+        grammar.next_mask.add_done_callback(lambda _, done=done: done())
+
+    def _submit(
+        self, request: Request, make_mask: Callable[[], MaskResult], rank: int = 0
+    ) -> Future[MaskResult] | None:
+        """Queue a mask; returns None if no thread can be started."""
+        if self._thread is None:
+            self._thread = MaskThread()
+        self._thread.should_rest = self._delays_others
+        try:
+            return self._thread.submit(request.owner, make_mask, rank)
+        except RuntimeError:
+            self._thread = None
+            return None
 
     def close(self) -> None:
         """Cancel the masks that were not begun, and wait for the mask being made."""
-        if self._worker is not None:
-            self._worker.shutdown(cancel_futures=True)
+        if self._thread is not None:
+            self._thread.close()
 
-    def _make_mask(self, grammar: RequestGrammar, request: Request) -> tuple[bytes | None, float]:
+    def _make_mask(self, grammar: RequestGrammar, request: Request) -> MaskResult:
         began = grammar.clock()
         return grammar.compute_mask(request), grammar.clock() - began
-
-    def _make_mask_ahead(
-        self, grammar: RequestGrammar, request: Request
-    ) -> tuple[bytes | None, float]:
-        # Let the engine thread acquire the GIL: the matcher holds it while it accepts a token.
-        time.sleep(_GIL_YIELD_SECONDS)
-        return self._make_mask(grammar, request)
 
     def _on_mask_made(self, request: Request, epoch: int) -> None:
         self.num_pending_masks -= 1
         if request.epoch == epoch:
             request.num_placeholders -= 1
+
+    def _request_masks_ahead(self, request: Request) -> None:
+        _grammar_of(request).num_masks_ahead = _NUM_MASKS_AHEAD
+        request.run_ahead_end = 0
 
     def _decrement_num_masks_ahead(self, request: Request, grammar: RequestGrammar) -> None:
         grammar.num_masks_ahead -= 1

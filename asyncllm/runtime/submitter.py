@@ -284,10 +284,7 @@ class Submitter:
         try:
             # The engine thread gives the grammars to the members: the group may end at any time,
             # and a grammar that a member gets afterwards would never be released.
-            grammars = [
-                RequestGrammar(grammar.new_matcher(), grammar.special_token_ids)
-                for _ in group.members
-            ]
+            grammars = [RequestGrammar.begin(grammar) for _ in group.members]
         except BaseException as failure:  # A grammar backend's native code may panic.
             core.send(core.on_fail, group, failure)
             return

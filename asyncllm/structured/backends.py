@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from asyncllm.structured.grammar import Grammar, GrammarBackend, GrammarError, Vocabulary
@@ -78,8 +79,7 @@ class GrammarBackends:
                     refusals.append(f"{error} (by {name})")
         else:
             raise GrammarError("; ".join(refusals))
-        check_first_mask(grammar)
-        return grammar
+        return with_first_mask(grammar)
 
     def _backend_names(self) -> tuple[str, ...]:
         # Do not cache the result: a backend may be installed while the process runs.
@@ -107,15 +107,19 @@ def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
     return XGrammarBackend(vocabulary)
 
 
-def check_first_mask(grammar: Grammar) -> None:
-    """Raise GrammarError for a grammar that admits no output, or only the empty one.
+def with_first_mask(grammar: Grammar) -> Grammar:
+    """Copy of a grammar with its first mask, which is the same for all outputs.
 
-    The first mask of a grammar takes longest to compute. The check computes it here, where no batch
-    waits for it.
+    The first mask of a grammar takes longest to compute. Here no batch waits for it.
+
+    Raises:
+        GrammarError: if the grammar admits no output, or only the empty one.
     """
     matcher = grammar.new_matcher()
-    mask = matcher.bitmask()
+    mask = bytes(matcher.bitmask())
     if mask == bytes(len(mask)):
         if matcher.may_end():
             raise GrammarError("admits no output but the empty one")
         raise GrammarError("admits nothing, or nothing that the tokenizer can spell")
+    grammar.memory.compiled_bytes += len(mask)
+    return replace(grammar, first_mask=mask)

@@ -9,6 +9,10 @@ from typing import Protocol
 
 from asyncllm.structured.spec import StructuredOutputs
 
+MIN_QUICK_MASKS = 256
+"""Number of quick masks in a row after which a grammar is known to be quick. A slow mask then
+delays a step at most once per this many tokens."""
+
 
 class GrammarError(Exception):
     """Error for a grammar that a backend cannot compile.
@@ -92,6 +96,24 @@ class GrammarMemoryBound:
         )
 
 
+@dataclass(slots=True, eq=False)
+class MaskSpeed:
+    """Record of how quick a grammar's masks are, of all its outputs together.
+
+    Attributes:
+        num_quick_masks: number of quick masks since the last slow one.
+    """
+
+    num_quick_masks: int = 0
+
+    @property
+    def is_known_quick(self) -> bool:
+        return self.num_quick_masks >= MIN_QUICK_MASKS
+
+    def record(self, *, is_slow: bool) -> None:
+        self.num_quick_masks = 0 if is_slow else self.num_quick_masks + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """Compiled grammar, shared by requests.
@@ -100,11 +122,15 @@ class Grammar:
         new_matcher: makes a matcher for a new output; takes microseconds; any thread may call it.
         special_token_ids: ids of the special tokens that the grammar may contain.
         memory: memory that the grammar shares with its matchers.
+        first_mask: mask of the first token of every output; None if it is not known.
+        mask_speed: speed of the masks. The engine thread updates it.
     """
 
     new_matcher: Callable[[], GrammarMatcher]
     special_token_ids: Collection[int] = ()
     memory: GrammarMemoryBound = field(default_factory=GrammarMemoryBound)
+    first_mask: bytes | None = None
+    mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
 
 
 class GrammarBackend(Protocol):
