@@ -745,30 +745,100 @@ async def test_unread_answers_are_bounded_in_memory():
             assert (await client.get(path)).status_code == 200
 
 
-async def test_a_response_counts_by_the_memory_of_its_texts():
-    """One emoji makes each character take four bytes; many short messages count for nothing."""
-    text = "\U0001f600" + "x" * 60_000
-    short = {"input": user("x") * 500, "truncate_prompt_tokens": 8, "max_output_tokens": 2}
-    fields = {"input": text, "truncate_prompt_tokens": 8, "max_output_tokens": 2}
+EMOJI_TEXT = "\U0001f600" + "x" * 60_000
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        user(EMOJI_TEXT),
+        [{"role": "user", "content": [{"type": "input_text", "text": EMOJI_TEXT}] * 2}],
+        [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": EMOJI_TEXT}]},
+            {"role": "assistant", "content": "x"},
+            *user("x"),
+        ],
+        [
+            {
+                "type": "function_call",
+                "call_id": "c",
+                "name": "f",
+                "arguments": json.dumps({"x": EMOJI_TEXT}, ensure_ascii=False),
+            },
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ],
+    ],
+    ids=["text", "parts", "reasoning", "arguments"],
+)
+@pytest.mark.parametrize("is_history", [False, True])
+async def test_a_response_counts_by_the_memory_of_its_conversation(items, is_history):
+    """Its history too, even if the store has dropped it. One emoji makes each character take four
+    bytes; a short conversation counts for nothing."""
+    num_bytes = 4 * 60_000 * json.dumps(items).count("ud83d")
+    common = {"truncate_prompt_tokens": 8, "max_output_tokens": 2}
+    fields, short = {"input": items, **common}, {"input": user("x") * 100, **common}
     engine = fake_engine("Hello")
     async with served_app(engine) as server, asyncio.timeout(60):
         serving = server._server.config.app._server_context
-        serving.answer_budget = ByteBudget(700_000)
-        await engine.pause()
         async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            if is_history:
+                first = (await client.post("/v1/responses", json=fields)).json()
+                fields = {"previous_response_id": first["id"], "input": "x", **common}
+            budget = serving.conversation_budget = ByteBudget(int(2.9 * num_bytes))
+            await engine.pause()
             waiting = [
                 asyncio.create_task(client.post("/v1/responses", json=fields)) for _ in range(2)
             ]
             await until(lambda: engine.stats().num_waiting == 2)
             assert (await client.post("/v1/responses", json=fields)).status_code == 429
             await until(lambda: engine.stats().num_waiting == 2)
+            if is_history:
+                await client.delete(f"/v1/responses/{first['id']}")
+            assert 0.7 * num_bytes < budget._num_free_bytes < 0.9 * num_bytes
             waiting += [
                 asyncio.create_task(client.post("/v1/responses", json=short)) for _ in range(9)
             ]
             await until(lambda: engine.stats().num_waiting == 11)
             await engine.resume()
             assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 11
-            assert (await client.post("/v1/responses", json=fields)).status_code == 200
+        assert budget._num_free_bytes == int(2.9 * num_bytes)
+
+
+async def test_a_history_counts_while_its_request_waits_for_the_worker_thread():
+    engine = fake_engine("Hello")
+    common = {"truncate_prompt_tokens": 8, "max_output_tokens": 2}
+    async with served_app(engine) as server, asyncio.timeout(60):
+        serving = server._server.config.app._server_context
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            first = await client.post("/v1/responses", json={"input": EMOJI_TEXT, **common})
+            fields = {"previous_response_id": first.json()["id"], "input": "x", **common}
+            serving.conversation_budget = ByteBudget(700_000)
+            is_free = threading.Event()
+            serving.json_worker.submit(is_free.wait)
+            waiting = [
+                asyncio.create_task(client.post("/v1/responses", json=fields)) for _ in range(2)
+            ]
+            await until(lambda: serving.conversation_budget._num_free_bytes < 200_000)
+            assert (await client.post("/v1/responses", json=fields)).status_code == 429
+            is_free.set()
+            assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 2
+
+
+async def test_a_response_counts_by_the_bytes_that_it_repeats():
+    """Numbers of ``tools`` may be written longer than they came."""
+    tool = {"type": "function", "name": "f", "parameters": {"enum": ["NUMBERS"]}}
+    fields = {"input": "1", "tools": [tool], "tool_choice": "none", "max_output_tokens": 2}
+    body = json.dumps(fields).replace('"NUMBERS"', ",".join(["1e15"] * 10_000))
+    engine = fake_engine("Hello")
+    async with served_app(engine) as server, asyncio.timeout(60):
+        budget = server._server.config.app._server_context.answer_budget = ByteBudget(500_000)
+        await engine.pause()
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            answer = asyncio.create_task(client.post("/v1/responses", content=body))
+            await until(lambda: budget._num_free_bytes < 500_000, 10)
+            assert 190_000 < 500_000 - budget._num_free_bytes < 192_000
+            await engine.resume()
+            assert (await answer).status_code == 200
 
 
 async def test_whole_answers_are_bounded_until_they_are_read():
