@@ -48,6 +48,7 @@ from asyncllm.serving.parse_queue import (
 )
 from asyncllm.serving.response_events import ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
+from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import COPIES_OF_LOGPROBS, MIN_LARGE_JSON_BYTES
@@ -1283,6 +1284,84 @@ async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
             for read in reads:
                 read.cancel()
             await asyncio.gather(*reads, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def unsent_errors(monkeypatch):
+    """Context manager that holds back errors as an unread connection would, and counts memory
+    without garbage collection. Yields two events: an error waits, and errors may be sent."""
+    is_sending, may_send = asyncio.Event(), asyncio.Event()
+
+    async def wait(self, send, *args):
+        is_sending.set()
+        await may_send.wait()
+        return await send(self, *args)
+
+    for owner, name in ((ResponseSession, "_send_error"), (Exchange, "respond_json")):
+        monkeypatch.setattr(owner, name, functools.partialmethod(wait, getattr(owner, name)))
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield is_sending, may_send
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+
+async def test_an_unread_error_holds_no_long_message(caplog, monkeypatch):
+    """Neither its place nor its memory; nor does the next message, which is not read yet."""
+    bad = b'{"type":"x","x":"' + b"y" * 2_000_000 + b'"}'
+    long = CREATE + b" " * 100_000
+    limits = {"max_message_size": 4 << 20}
+    async with attacked(caplog, limits=limits) as server, asyncio.timeout(20):
+        budget, claims = set_long_message_budget(server, 4 << 20), []
+        claim = budget.claim
+        monkeypatch.setattr(
+            budget, "claim", lambda *args: claims.append(claim(*args)) or claims[-1]
+        )
+        data = frame(TEXT, bad[:-10]) + frame(FIN, bad[-10:]) + frame(FIN | TEXT, long)
+        async with upgraded(server) as (reader, writer):
+            with unsent_errors(monkeypatch) as (is_sending, may_send):
+                writer.write(data)
+                await is_sending.wait()
+                assert [one.is_released for one in claims] == [True]
+                await asyncio.sleep(0.1)
+                assert tracemalloc.get_traced_memory()[0] < 1_000_000
+                assert len(claims) == 1
+                may_send.set()
+                await reader.readuntil(b'"response.completed"')
+                assert len(claims) == 2
+
+
+async def test_a_long_message_behind_an_unread_error_holds_no_place(caplog, monkeypatch):
+    async with attacked(caplog) as server, asyncio.timeout(20):
+        budget = set_long_message_budget(server, 1 << 20)
+        async with upgraded(server) as (reader, writer):
+            with unsent_errors(monkeypatch) as (is_sending, may_send):
+                writer.write(frame(FIN | TEXT, b"{}") + frame(FIN | TEXT, CREATE + b" " * 300_000))
+                await is_sending.wait()
+                await asyncio.sleep(0.1)
+                assert budget._num_free_bytes == 1 << 20
+                may_send.set()
+                await reader.readuntil(b'"response.completed"')
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_tokens": -1}, {"model": "y"}, {"prompt": "1" * 1_000_000}]
+)
+async def test_an_unread_error_holds_no_body(monkeypatch, change):
+    body = json.dumps({"prompt": "1", "stop": "x" * 1000, **change}).encode() + b" " * 2_000_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with served_app(fake_engine("Hello")) as server, asyncio.timeout(20):
+        async with connected(server) as (reader, writer):
+            with unsent_errors(monkeypatch) as (is_sending, may_send):
+                writer.write(head + body)
+                await is_sending.wait()
+                await asyncio.sleep(0.1)
+                assert tracemalloc.get_traced_memory()[0] < 1_000_000
+                may_send.set()
+                assert b" 40" in await reader.readline()
 
 
 async def test_a_long_message_has_to_come(caplog, monkeypatch):
