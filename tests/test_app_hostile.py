@@ -48,6 +48,7 @@ from asyncllm.serving.parse_queue import (
 )
 from asyncllm.serving.response_events import ResponseEvents
 from asyncllm.serving.response_request import ResponseRequest
+from asyncllm.serving.response_session import ResponseSession
 from asyncllm.serving.response_store import ResponseStore
 from asyncllm.serving.response_turn import ResponseTurn
 from asyncllm.serving.serving import COPIES_OF_LOGPROBS, MIN_LARGE_JSON_BYTES
@@ -745,30 +746,100 @@ async def test_unread_answers_are_bounded_in_memory():
             assert (await client.get(path)).status_code == 200
 
 
-async def test_a_response_counts_by_the_memory_of_its_texts():
-    """One emoji makes each character take four bytes; many short messages count for nothing."""
-    text = "\U0001f600" + "x" * 60_000
-    short = {"input": user("x") * 500, "truncate_prompt_tokens": 8, "max_output_tokens": 2}
-    fields = {"input": text, "truncate_prompt_tokens": 8, "max_output_tokens": 2}
+EMOJI_TEXT = "\U0001f600" + "x" * 60_000
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        user(EMOJI_TEXT),
+        [{"role": "user", "content": [{"type": "input_text", "text": EMOJI_TEXT}] * 2}],
+        [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": EMOJI_TEXT}]},
+            {"role": "assistant", "content": "x"},
+            *user("x"),
+        ],
+        [
+            {
+                "type": "function_call",
+                "call_id": "c",
+                "name": "f",
+                "arguments": json.dumps({"x": EMOJI_TEXT}, ensure_ascii=False),
+            },
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ],
+    ],
+    ids=["text", "parts", "reasoning", "arguments"],
+)
+@pytest.mark.parametrize("is_history", [False, True])
+async def test_a_response_counts_by_the_memory_of_its_conversation(items, is_history):
+    """Its history too, even if the store has dropped it. One emoji makes each character take four
+    bytes; a short conversation counts for nothing."""
+    num_bytes = 4 * 60_000 * json.dumps(items).count("ud83d")
+    common = {"truncate_prompt_tokens": 8, "max_output_tokens": 2}
+    fields, short = {"input": items, **common}, {"input": user("x") * 100, **common}
     engine = fake_engine("Hello")
     async with served_app(engine) as server, asyncio.timeout(60):
         serving = server._server.config.app._server_context
-        serving.answer_budget = ByteBudget(700_000)
-        await engine.pause()
         async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            if is_history:
+                first = (await client.post("/v1/responses", json=fields)).json()
+                fields = {"previous_response_id": first["id"], "input": "x", **common}
+            budget = serving.conversation_budget = ByteBudget(int(2.9 * num_bytes))
+            await engine.pause()
             waiting = [
                 asyncio.create_task(client.post("/v1/responses", json=fields)) for _ in range(2)
             ]
             await until(lambda: engine.stats().num_waiting == 2)
             assert (await client.post("/v1/responses", json=fields)).status_code == 429
             await until(lambda: engine.stats().num_waiting == 2)
+            if is_history:
+                await client.delete(f"/v1/responses/{first['id']}")
+            assert 0.7 * num_bytes < budget._num_free_bytes < 0.9 * num_bytes
             waiting += [
                 asyncio.create_task(client.post("/v1/responses", json=short)) for _ in range(9)
             ]
             await until(lambda: engine.stats().num_waiting == 11)
             await engine.resume()
             assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 11
-            assert (await client.post("/v1/responses", json=fields)).status_code == 200
+        assert budget._num_free_bytes == int(2.9 * num_bytes)
+
+
+async def test_a_history_counts_while_its_request_waits_for_the_worker_thread():
+    engine = fake_engine("Hello")
+    common = {"truncate_prompt_tokens": 8, "max_output_tokens": 2}
+    async with served_app(engine) as server, asyncio.timeout(60):
+        serving = server._server.config.app._server_context
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            first = await client.post("/v1/responses", json={"input": EMOJI_TEXT, **common})
+            fields = {"previous_response_id": first.json()["id"], "input": "x", **common}
+            serving.conversation_budget = ByteBudget(700_000)
+            is_free = threading.Event()
+            serving.json_worker.submit(is_free.wait)
+            waiting = [
+                asyncio.create_task(client.post("/v1/responses", json=fields)) for _ in range(2)
+            ]
+            await until(lambda: serving.conversation_budget._num_free_bytes < 200_000)
+            assert (await client.post("/v1/responses", json=fields)).status_code == 429
+            is_free.set()
+            assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * 2
+
+
+async def test_a_response_counts_by_the_bytes_that_it_repeats():
+    """Numbers of ``tools`` may be written longer than they came."""
+    tool = {"type": "function", "name": "f", "parameters": {"enum": ["NUMBERS"]}}
+    fields = {"input": "1", "tools": [tool], "tool_choice": "none", "max_output_tokens": 2}
+    body = json.dumps(fields).replace('"NUMBERS"', ",".join(["1e15"] * 10_000))
+    engine = fake_engine("Hello")
+    async with served_app(engine) as server, asyncio.timeout(60):
+        budget = server._server.config.app._server_context.answer_budget = ByteBudget(500_000)
+        await engine.pause()
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            answer = asyncio.create_task(client.post("/v1/responses", content=body))
+            await until(lambda: budget._num_free_bytes < 500_000, 10)
+            assert 190_000 < 500_000 - budget._num_free_bytes < 192_000
+            await engine.resume()
+            assert (await answer).status_code == 200
 
 
 async def test_whole_answers_are_bounded_until_they_are_read():
@@ -1213,6 +1284,84 @@ async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
             for read in reads:
                 read.cancel()
             await asyncio.gather(*reads, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def unsent_errors(monkeypatch):
+    """Context manager that holds back errors as an unread connection would, and counts memory
+    without garbage collection. Yields two events: an error waits, and errors may be sent."""
+    is_sending, may_send = asyncio.Event(), asyncio.Event()
+
+    async def wait(self, send, *args):
+        is_sending.set()
+        await may_send.wait()
+        return await send(self, *args)
+
+    for owner, name in ((ResponseSession, "_send_error"), (Exchange, "respond_json")):
+        monkeypatch.setattr(owner, name, functools.partialmethod(wait, getattr(owner, name)))
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield is_sending, may_send
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+
+
+async def test_an_unread_error_holds_no_long_message(caplog, monkeypatch):
+    """Neither its place nor its memory; nor does the next message, which is not read yet."""
+    bad = b'{"type":"x","x":"' + b"y" * 2_000_000 + b'"}'
+    long = CREATE + b" " * 100_000
+    limits = {"max_message_size": 4 << 20}
+    async with attacked(caplog, limits=limits) as server, asyncio.timeout(20):
+        budget, claims = set_long_message_budget(server, 4 << 20), []
+        claim = budget.claim
+        monkeypatch.setattr(
+            budget, "claim", lambda *args: claims.append(claim(*args)) or claims[-1]
+        )
+        data = frame(TEXT, bad[:-10]) + frame(FIN, bad[-10:]) + frame(FIN | TEXT, long)
+        async with upgraded(server) as (reader, writer):
+            with unsent_errors(monkeypatch) as (is_sending, may_send):
+                writer.write(data)
+                await is_sending.wait()
+                assert [one.is_released for one in claims] == [True]
+                await asyncio.sleep(0.1)
+                assert tracemalloc.get_traced_memory()[0] < 1_000_000
+                assert len(claims) == 1
+                may_send.set()
+                await reader.readuntil(b'"response.completed"')
+                assert len(claims) == 2
+
+
+async def test_a_long_message_behind_an_unread_error_holds_no_place(caplog, monkeypatch):
+    async with attacked(caplog) as server, asyncio.timeout(20):
+        budget = set_long_message_budget(server, 1 << 20)
+        async with upgraded(server) as (reader, writer):
+            with unsent_errors(monkeypatch) as (is_sending, may_send):
+                writer.write(frame(FIN | TEXT, b"{}") + frame(FIN | TEXT, CREATE + b" " * 300_000))
+                await is_sending.wait()
+                await asyncio.sleep(0.1)
+                assert budget._num_free_bytes == 1 << 20
+                may_send.set()
+                await reader.readuntil(b'"response.completed"')
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_tokens": -1}, {"model": "y"}, {"prompt": "1" * 1_000_000}]
+)
+async def test_an_unread_error_holds_no_body(monkeypatch, change):
+    body = json.dumps({"prompt": "1", "stop": "x" * 1000, **change}).encode() + b" " * 2_000_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with served_app(fake_engine("Hello")) as server, asyncio.timeout(20):
+        async with connected(server) as (reader, writer):
+            with unsent_errors(monkeypatch) as (is_sending, may_send):
+                writer.write(head + body)
+                await is_sending.wait()
+                await asyncio.sleep(0.1)
+                assert tracemalloc.get_traced_memory()[0] < 1_000_000
+                may_send.set()
+                assert b" 40" in await reader.readline()
 
 
 async def test_a_long_message_has_to_come(caplog, monkeypatch):

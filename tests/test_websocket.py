@@ -263,6 +263,9 @@ async def test_connection_closed_during_its_turn_leaves_nothing():
         async def __aiter__(self):
             yield json.dumps({"type": "response.create", "input": "1"})
 
+        def release_message(self):
+            pass
+
         async def send(self, message):
             await asyncio.sleep(10)
 

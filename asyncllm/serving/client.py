@@ -62,6 +62,11 @@ async def task_group() -> AsyncIterator[TaskGroup]:
     try:
         async with anyio.create_task_group() as tasks:
             yield tasks
+        return
     except ExceptionGroup as group:
         first = group.exceptions[0]
-        raise first from first.__cause__
+    try:
+        # Outside of ``except``: else the error's context would be the group, which refers to it.
+        raise first
+    finally:
+        del first  # Break the cycle of exception and traceback, whose frames refer to requests.

@@ -73,10 +73,14 @@ def to_protocol_error(
 ) -> ProtocolError:
     """Convert an exception of the engine to a protocol error; return a protocol error as it is.
 
+    Either loses its traceback and context: their frames refer to the whole request, and the client
+    may read the error slowly.
+
     Args:
         field_by_engine_param: map from engine parameters to the protocol's fields, where the names
             differ.
     """
+    error.__traceback__ = error.__context__ = None
     if isinstance(error, ProtocolError):
         return error
     message = str(error)

@@ -40,6 +40,7 @@ class ResponseEvents:
     Attributes:
         id: id of the response.
         num_tokens: tokens generated so far.
+        num_repeated_bytes: bytes of the request's fields, which the longest events repeat.
         should_generate: whether tokens are generated; false for a request that only fills the
             prefix cache.
         response_json: JSON of the response once it has ended; empty before.
@@ -53,6 +54,7 @@ class ResponseEvents:
     ) -> None:
         self.id = response.id
         self.num_tokens = 0
+        self.num_repeated_bytes = response.num_repeated_bytes
         self.should_generate = request.should_generate
         self._final_response_json = b""
         self._logprobs_json = b""

@@ -58,6 +58,12 @@ class ResponseObject:
         # Long texts are kept as UTF-8: one emoji makes a ``str`` four times as large.
         self._constant_json = encode_json(constant_fields).encode()[:-1]
 
+    @property
+    def num_repeated_bytes(self) -> int:
+        """Bytes of the fields that every JSON of the response repeats. They may be more than the
+        request's own JSON: ``1e15`` is written with all its zeros."""
+        return len(self._constant_json)
+
     def to_json(
         self,
         status: str,

@@ -82,9 +82,12 @@ class ResponseSession:
             async with anyio.create_task_group() as self._tasks:
                 with contextlib.suppress(*DISCONNECT_ERRORS):
                     async for message in self.connection:
-                        if not self._is_closing:
-                            await self._handle_message(message)
-                        del message  # Free the text: the next message may come much later.
+                        error = None if self._is_closing else await self._handle_message(message)
+                        # Free the text: the client may read the error, or send more, much later.
+                        del message
+                        self.connection.release_message()
+                        if error is not None:
+                            await self._send_error(error)
                 self._tasks.cancel_scope.cancel()
         finally:
             self._unstored_responses.clear()
@@ -95,14 +98,15 @@ class ResponseSession:
 
     # --- requests -----------------------------------------------------------------------
 
-    async def _handle_message(self, message: str | bytes) -> None:
+    async def _handle_message(self, message: str | bytes) -> ProtocolError | None:
+        """Execute a message; returns the error to send, if any."""
         try:
             await self._execute_message(message)
         except (ProtocolError, AsyncLLMError) as error:
-            await self._send_error(to_protocol_error(error, FIELD_BY_ENGINE_PARAM))
             self._close_on_engine_end(error)
-        else:
-            self._num_consecutive_errors = 0
+            return to_protocol_error(error, FIELD_BY_ENGINE_PARAM)
+        self._num_consecutive_errors = 0
+        return None
 
     async def _execute_message(self, message: str | bytes) -> None:
         if not isinstance(message, str):

@@ -24,7 +24,6 @@ from asyncllm.serving.response_store import (
     response_not_found_error,
 )
 from asyncllm.serving.serving import (
-    MIN_LARGE_JSON_BYTES,
     MIN_WORKER_JSON_BYTES,
     ServingContext,
 )
@@ -57,8 +56,8 @@ class ResponseTurn:
     _client: Client
     _conversation: Conversation
     _store: ResponseStore
-    _num_request_bytes: int
-    _request_claim: ByteClaim
+    _conversation_claim: ByteClaim = field(init=False)
+    _request_claim: ByteClaim = field(init=False)
     _logprobs_claim: ByteClaim = field(init=False)
 
     @classmethod
@@ -89,11 +88,10 @@ class ResponseTurn:
                 raise response_not_found_error(previous_id, "previous_response_id")
             history = stored.conversation
 
-        def submit() -> tuple[Self, int]:
+        def submit() -> Self:
             engine = server_context.engine
             model = server_context.resolve_model_name(request.model)
-            messages = request.messages
-            conversation = history.with_messages(messages)
+            conversation = history.with_messages(request.messages)
             stream = request.submit(
                 engine, conversation.messages, server_context.request_options(owner)
             )
@@ -101,34 +99,26 @@ class ResponseTurn:
             response = ResponseObject(request, model, defaults)
             events = ResponseEvents(request, response, engine.tokenizer.id_to_text_and_bytes)
             store = server_context.response_store if request.should_store else connection_store
-            turn = cls(
-                stream,
-                events,
-                server_context,
-                client,
-                conversation,
-                store,
-                num_request_bytes,
-                request_claim,
-            )
-            return turn, sum(sys.getsizeof(message.get("content")) for message in messages)
+            return cls(stream, events, server_context, client, conversation, store)
 
         with ExitStack() as claims:
-            request_claim = server_context.claim_answer_bytes(num_request_bytes)
-            claims.callback(request_claim.release)
-            turn, num_text_bytes = await server_context.run_json_job(
+            # The request holds its history from here on, even if the store drops it.
+            history_claim = server_context.claim_conversation_bytes(history.memory_bytes)
+            claims.callback(history_claim.release)
+            turn = await server_context.run_json_job(
                 submit,
                 num_request_bytes + history.memory_bytes // CONVERT_PARSE_SPEED_RATIO,
                 client,
             )
             claims.callback(turn.stream.abort)
-            # A text with an emoji takes four bytes per character, and its JSON mostly one.
-            if num_text_bytes > max(num_request_bytes, MIN_LARGE_JSON_BYTES):
-                request_claim.release()
-                turn._request_claim = server_context.claim_answer_bytes(num_text_bytes)
-                claims.callback(turn._request_claim.release)
-            # Claim only after the engine has checked the request: an invalid request must not take
-            # memory from others.
+            # Claim the rest only after the engine has checked the request: an invalid request must
+            # not take memory from others.
+            history_claim.release()
+            num_bytes = turn._conversation.memory_bytes
+            turn._conversation_claim = server_context.claim_conversation_bytes(num_bytes)
+            claims.callback(turn._conversation_claim.release)
+            turn._request_claim = server_context.claim_answer_bytes(turn.events.num_repeated_bytes)
+            claims.callback(turn._request_claim.release)
             num_bytes = server_context.max_packed_logprobs_bytes(request)
             turn._logprobs_claim = server_context.claim_packed_logprobs_bytes(num_bytes)
             claims.pop_all()  # The turn releases them from now on.
@@ -137,15 +127,16 @@ class ResponseTurn:
     def release(self) -> None:
         """Release all memory claimed for the answer, once the client has read it."""
         self.release_request_bytes()
+        self._conversation_claim.release()
         self._logprobs_claim.release()
 
     def release_request_bytes(self) -> None:
-        """Release the memory claimed for the texts of the request that the answer repeats."""
+        """Release the memory claimed for the fields of the request that the answer repeats."""
         self._request_claim.release()
 
     async def collect_events(self, events: Iterable[ResponseEvent]) -> list[ResponseEvent]:
         """Make events that contain the whole response; long ones on the worker thread."""
-        num_bytes = self._num_request_bytes // WRITE_PARSE_SPEED_RATIO
+        num_bytes = self.events.num_repeated_bytes // WRITE_PARSE_SPEED_RATIO
         return await self._server_context.run_json_job(
             lambda: list(events), num_bytes + self.events.num_logprobs_bytes, self._client
         )
@@ -182,11 +173,7 @@ class ResponseTurn:
             final_events = await self.collect_events(
                 events.completed_events(stream.finish_reason, stream.usage)
             )
-            turn = (events.assistant_message(),) if should_generate else ()
-            # A response with ``store=false`` can be continued, but not read again.
-            body = events.response_json if self._store is context.response_store else b""
-            stored = StoredResponse(self._conversation.with_messages(turn), body)
-            self._store.add(self._client.owner, events.id, stored)
+            self._store_response()
             before_end()
             if not events.num_logprobs_bytes:
                 await send(final_events)
@@ -198,6 +185,17 @@ class ResponseTurn:
             async with context.claimed_logprobs_bytes(num_bytes, self._client.owner):
                 await context.run_json_job(events.encode_logprobs, num_bytes, self._client)
                 await self._send_with_logprobs(send, final_events)
+
+    def _store_response(self) -> None:
+        """Store the response. Only the store refers to it afterwards, and frees it when it drops
+        the response."""
+        events = self.events
+        answer = (events.assistant_message(),) if events.should_generate else ()
+        # A response with ``store=false`` can be continued, but not read again.
+        is_readable = self._store is self._server_context.response_store
+        body = events.response_json if is_readable else b""
+        stored = StoredResponse(self._conversation.with_messages(answer), body)
+        self._store.add(self._client.owner, events.id, stored)
 
     async def _send_with_logprobs(self, send: SendEvents, unsent: list[ResponseEvent]) -> None:
         """Send the remaining events one by one, because each repeats the log-probabilities. Stop

@@ -75,8 +75,12 @@ class ServingContext:
             while they are read, checked or tokenised. No small body waits for a large one.
         large_body_budget: the same for larger bodies. A body of many small tools takes 8 times its
             size once it is parsed.
-        answer_budget: budget for answers that clients have not read yet, and for requests whose
-            content the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not count.
+        answer_budget: budget for answers that clients have not read yet, and for the fields of
+            requests that the events of an answer repeat. JSON below MIN_LARGE_JSON_BYTES does not
+            count.
+        conversation_budget: budget for the conversations of responses under way, by their memory,
+            until their clients have read the answers. A conversation below MIN_LARGE_JSON_BYTES
+            does not count. ``response_store`` bounds only those that it holds itself.
         logprobs_budget: budget for long events with log-probabilities, until clients have read
             them.
         packed_logprobs_budget: budget for the log-probabilities that answers may hold in the
@@ -109,6 +113,7 @@ class ServingContext:
     small_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 21))
     large_body_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 22))
     answer_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
+    conversation_budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 26))
     logprobs_budget: ByteBudget = field(default_factory=lambda: ByteBudget(3 << 23))
     unstored_response_bytes: SharedResponseBytes = field(
         default_factory=lambda: SharedResponseBytes(MAX_UNSTORED_RESPONSES_BYTES)
@@ -194,13 +199,23 @@ class ServingContext:
             yield chunk
 
     def claim_answer_bytes(self, num_bytes: int) -> ByteClaim:
-        """Reserve ``num_bytes`` of the answer budget: the JSON of an answer, or of a request that
-        the answer repeats. The caller releases the claim once the client has read the answer.
+        """Reserve ``num_bytes`` of the answer budget: the JSON of an answer, or of the fields of a
+        request that the answer repeats. The caller releases the claim once the client has read the
+        answer.
 
         Raises:
             ProtocolError: if the answers that clients have not read leave too few bytes.
         """
         return _claim_at_once(self.answer_budget, num_bytes)
+
+    def claim_conversation_bytes(self, num_bytes: int) -> ByteClaim:
+        """Reserve memory for the conversation of a response. The caller releases the claim once
+        the client has read the answer.
+
+        Raises:
+            ProtocolError: if the conversations of other responses leave too few bytes.
+        """
+        return _claim_at_once(self.conversation_budget, num_bytes)
 
     def max_packed_logprobs_bytes(self, request: SamplingFields) -> int:
         """Maximum memory of the log-probabilities of an answer in packed form."""
@@ -289,7 +304,8 @@ def _claim_at_once(budget: ByteBudget, num_bytes: int) -> ByteClaim:
     if not claim.is_granted:
         claim.release()
         raise ProtocolError(
-            "too many long answers are still being read by their clients; ask again later",
+            "too many long answers and conversations are under way, until their clients have read "
+            "the answers; ask again later",
             code="server_overloaded",
             status=429,
             headers={"Retry-After": "1"},

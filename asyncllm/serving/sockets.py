@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import anyio
@@ -26,6 +26,10 @@ DISCONNECT_EXTENSION = "asyncllm.disconnect"
 """ASGI extension of a server that sets the ``asyncio.Event`` in ``event`` when it loses the
 connection. The application sees a ``websocket.disconnect`` only in its next ``receive``."""
 
+RELEASE_EXTENSION = "asyncllm.release"
+"""ASGI extension of a server that bounds the memory of long messages. Its ``release`` tells the
+server that the application has freed the last one; else that counts until the next ``receive``."""
+
 
 class WebSocketConnection:
     """An open WebSocket connection. Sending raises one of DISCONNECT_ERRORS if the client is
@@ -40,6 +44,7 @@ class WebSocketConnection:
         self._send = send
         self._sends_utf8 = UTF8_TEXT_EXTENSION in extensions
         self._disconnect = extensions.get(DISCONNECT_EXTENSION)
+        self._release = extensions.get(RELEASE_EXTENSION)
         self._is_open = True
 
     def send(self, message: str | bytes) -> Awaitable[None]:
@@ -57,6 +62,12 @@ class WebSocketConnection:
         else:
             await self._disconnect["event"].wait()
 
+    def release_message(self) -> None:
+        """Release the memory claimed for the last message, once nothing refers to it. Call it
+        before anything is sent in answer, because the client may read slowly."""
+        if self._release is not None:
+            self._release["release"]()
+
     async def close(self, code: int = 1000, reason: str = "") -> None:
         if self._is_open:
             self._is_open = False
@@ -65,14 +76,18 @@ class WebSocketConnection:
 
     async def __aiter__(self) -> AsyncIterator[str | bytes]:
         """Yield messages until either side closes the connection. No message is kept in memory
-        while the next one is awaited."""
+        here, neither while it is handled nor while the next one is awaited."""
         while (message := await self._receive())["type"] != "websocket.disconnect":
             if message["type"] == "websocket.receive":
-                text = message.get("text")
-                yield message.get("bytes") or b"" if text is None else text
-                del text
+                yield _pop_data(message)
             del message
         self._is_open = False
+
+
+def _pop_data(message: MutableMapping[str, Any]) -> str | bytes:
+    """Remove and return the text or the bytes of an ASGI message."""
+    text = message.pop("text", None)
+    return message.pop("bytes", None) or b"" if text is None else text
 
 
 class WebSocketSession(Protocol):

@@ -90,7 +90,8 @@ class StatsSession:
         """Run until the connection is closed. If the client sends anything, close with 1008."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_snapshots)
-            async for _ in self.connection:
+            async for message in self.connection:
+                del message  # Free it: the connection may stay open for long.
                 # Do not wait for the client's close frame: unread messages may come before it.
                 tasks.start_soon(self.connection.close, 1008, "this connection is read-only")
             tasks.cancel_scope.cancel()

@@ -16,7 +16,11 @@ from asyncllm.serving.bounded_protocol import MAX_BYTES_PER_PARSE_TURN, BoundedP
 from asyncllm.serving.byte_budget import RATE_CHECK_SECONDS, ByteBudget, ByteClaim
 from asyncllm.serving.exchange import OWNER_KEY
 from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
-from asyncllm.serving.sockets import DISCONNECT_EXTENSION, UTF8_TEXT_EXTENSION
+from asyncllm.serving.sockets import (
+    DISCONNECT_EXTENSION,
+    RELEASE_EXTENSION,
+    UTF8_TEXT_EXTENSION,
+)
 
 BASE_MESSAGE_FRAME_LIMIT = 1024
 MESSAGE_BYTES_PER_EXTRA_FRAME = 64
@@ -60,8 +64,9 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
 
     Class attributes:
         long_message_budget: budget of bytes for all messages of more than MAX_BYTES_PER_PARSE_TURN.
-            A message counts until the application asks for the next one, by the length that its
-            frame announces, or as the longest if it has several frames.
+            A message counts from when the application waits for it until the application
+            releases it or asks for the next one, by the length that its frame announces, or as
+            the longest if it has several frames.
     """
 
     long_message_budget: ClassVar[ByteBudget]
@@ -78,6 +83,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         self.conn.parser = self.conn.parse()
         next(self.conn.parser)
         self._owner: str | None = None
+        self._is_receiving = False
         self._claim: ByteClaim | None = None
         self._message_timer = Timer(MESSAGE_TIMEOUT_SECONDS, self._close_on_message_timeout)
         self._rate_check_timer = Timer(RATE_CHECK_SECONDS, self._check_receive_rate)
@@ -127,6 +133,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             scope: Any = self.scope
             scope["extensions"][UTF8_TEXT_EXTENSION] = {}
             scope["extensions"][DISCONNECT_EXTENSION] = {"event": self._disconnect_event}
+            scope["extensions"][RELEASE_EXTENSION] = {"release": self._release_claim}
 
     def _parse(self) -> None:
         size, self._num_frames = MIN_SLICE_BYTES, 0
@@ -134,7 +141,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             if self._num_frames >= MAX_EVENTS_PER_PARSE_TURN:
                 self._queue_for_parse_turn()
                 return
-            if self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_PARSE_TURN:
+            if self._has_unclaimed_message():
                 self._claim = self.long_message_budget.claim(
                     self._num_announced_bytes(), self._begin_long_message, self._owner
                 )
@@ -149,6 +156,10 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
     def _num_message_bytes(self) -> int:
         """Number of received bytes of an incomplete message."""
         return len(self.conn.reader.buffer) + (self.conn.current_size or 0)
+
+    def _has_unclaimed_message(self) -> bool:
+        """Whether an incomplete message is long and has no memory of the budget yet."""
+        return self._claim is None and self._num_message_bytes() > MAX_BYTES_PER_PARSE_TURN
 
     def _num_announced_bytes(self) -> int:
         """Length of an incomplete long message; the maximum if it has several frames."""
@@ -227,8 +238,11 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         # Until the handshake is answered, the application may still refuse the client.
         is_admitted = self.handshake_complete or not self.handshake_initiated
         has_claim = self._claim is None or self._claim.is_granted
+        # An application that is busy, perhaps with an answer that its client does not read, must
+        # not keep others waiting for the memory of its next message.
+        is_wanted = self._is_receiving or not self._has_unclaimed_message()
         # Reading is paused while a message is unread.
-        return is_admitted and has_claim and not self.read_paused
+        return is_admitted and has_claim and is_wanted and not self.read_paused
 
     def _may_read(self) -> bool:
         # Pongs would pile up while writing is paused.
@@ -240,9 +254,15 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             self._resume_reading()
 
     async def receive(self) -> Any:
+        self._is_receiving = True
+        if self._has_unclaimed_message():
+            self._resume_parsing()
         self._parse_next_message()
-        message = await self.queue.get()
-        # A long message keeps its claim until the application has decoded it and asks for the next.
+        try:
+            message = await self.queue.get()
+        finally:
+            self._is_receiving = False
+        # A long message keeps its claim until the application releases it or asks for the next.
         if self._claim is None:
             self._parse_next_message()
         return message
