@@ -30,9 +30,13 @@ _CHARACTERS_PER_CALL = 256
 """Number of characters added for each parsed text. Starting a parse takes as long as parsing this
 many characters."""
 
-_MAX_WRITTEN_VALUES, _MAX_WRITTEN_CHARACTERS = 2**14, 2**19
-"""Maximum number of values, and of characters, of the dicts in a conversation's tool calls that are
-written as JSON text. They are written on the caller's thread: a float takes half a microsecond."""
+_MAX_ARGUMENT_VALUES = 2**14
+"""Maximum number of values in the arguments of a conversation's tool calls: of dicts that are
+written as JSON text, or of texts that are parsed, whose keys do not count. They are written and
+parsed on the caller's thread: a float takes a microsecond."""
+
+_MAX_WRITTEN_CHARACTERS = 2**19
+"""Maximum number of characters of the dicts in a conversation's tool calls that are written."""
 
 _ARGUMENTS_LOCATION = "messages: arguments of all tool calls"
 """Beginning of an error message about the arguments of all tool calls together."""
@@ -117,7 +121,7 @@ class TemplateInput:
         self.texts = copier.texts
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
         self.num_bytes = sys.getsizeof(template) + sum(map(str.__sizeof__, self.texts))
-        self.num_bytes += _BYTES_PER_VALUE * (_MAX_VALUES - copier.num_values_left)
+        self.num_bytes += _BYTES_PER_VALUE * copier.num_values
 
     def with_changed_strings(
         self, change_string: Callable[[str], str], unchanged_names: Collection[str] = ()
@@ -162,8 +166,8 @@ class TemplateInputCopier:
         self.texts = self._copier.texts
 
     @property
-    def num_values_left(self) -> int:
-        return _MAX_VALUES - self._copier.num_values
+    def num_values(self) -> int:
+        return self._copier.num_values
 
     def copy_value(self, value: Any, location: str, param: str) -> Any:
         return self.copy_or_raise(lambda: self._copier.copy(value), location, param)
@@ -279,7 +283,7 @@ def _write_arguments(
     """
     functions = [one for one in functions if isinstance(one[1].get("arguments"), dict)]
     # Check the limits by a copy that is not kept, because ``json.dumps`` has none.
-    counter = JsonCopier(_MAX_WRITTEN_VALUES, _MAX_WRITTEN_CHARACTERS, _MAX_NESTING_DEPTH)
+    counter = JsonCopier(_MAX_ARGUMENT_VALUES, _MAX_WRITTEN_CHARACTERS, _MAX_NESTING_DEPTH)
     all_arguments = [function["arguments"] for _, function in functions]
     copier.copy_or_raise(lambda: counter.copy_items(all_arguments), _ARGUMENTS_LOCATION, "messages")
     texts: list[str] = []
@@ -314,7 +318,7 @@ def _parse_arguments(
             )
         if arguments.lstrip().startswith("{"):
             with_json.append(function)
-    _check_num_values([one["arguments"] for one in with_json], copier.num_values_left)
+    _check_num_values([one["arguments"] for one in with_json])
     parsed = [(one, _parse_json(one["arguments"])) for one in with_json]
     parsed = [(one, value) for one, value in parsed if isinstance(value, dict)]
     values = [value for _, value in parsed]
@@ -331,19 +335,19 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def _check_num_values(texts: list[str], num_values_left: int) -> None:
-    """Refuse JSON texts of more than ``num_values_left`` values before they are parsed."""
-    if _num_separators(texts) > num_values_left:
+def _check_num_values(texts: list[str]) -> None:
+    """Refuse JSON texts of more than _MAX_ARGUMENT_VALUES values before they are parsed."""
+    if _num_separators(texts) > _MAX_ARGUMENT_VALUES:
         texts = [_JSON_STRING_PATTERN.sub("", text) for text in texts]
-        if _num_separators(texts) > num_values_left:
+        if _num_separators(texts) > _MAX_ARGUMENT_VALUES:
             raise InvalidRequestError(
-                f"{_ARGUMENTS_LOCATION}: beyond {_MAX_VALUES} values, expected JSON types",
+                f"{_ARGUMENTS_LOCATION}: beyond {_MAX_ARGUMENT_VALUES} values, expected JSON types",
                 param="messages",
             )
 
 
 def _num_separators(texts: list[str]) -> int:
-    return sum(text.count(separator) for text in texts for separator in ",[{")
+    return sum(map("".join(texts).count, ",[{"))
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
