@@ -141,7 +141,7 @@ class EngineConfig:
             with the engine's attention and linear layers, for any architecture that has the same
             results with them. "auto" is "native" for the architectures that it supports.
         hf_overrides: values that replace those of the checkpoint's ``config.json``: a dict of plain
-            data, at most 16 deep, with at most 65,536 values and characters in all. A dict is
+            data, at most 16 deep, with at most 8,192 values and 65,536 characters in all. A dict is
             merged into a nested configuration such as ``text_config``; any other field is replaced
             as a whole. Not with a GGUF file, nor for ``quantization_config``.
         chat_template: template that replaces all templates of the model: its text, or the path of

@@ -134,26 +134,33 @@ class JsonCopier:
         it, whether it becomes a tuple, and its number of values. The source is kept so that no
         other object gets its id."""
 
-    def copy(self, value: Any) -> Any:
+    def copy(self, value: Any, *, is_parsed: bool = False) -> Any:
         """Copy a value.
+
+        Args:
+            is_parsed: whether a JSON parser has just made the value. It is then only counted.
 
         Raises:
             NotJsonError: for a value without a JSON equivalent, or beyond a limit.
         """
         self._add_to_totals(1)
         try:
-            return self._copy_items_in_place([value], -1)[0]
+            return self._copy_items_in_place([value], -1, is_parsed)[0]
         except NotJsonError as error:
             error.remove_root_key()
             raise
 
-    def copy_items(self, values: Collection[Any]) -> list[Any]:
-        """Copy several values; an error's path begins with the faulty value's index."""
+    def copy_items(self, values: Collection[Any], *, are_parsed: bool = False) -> list[Any]:
+        """Copy several values; an error's path begins with the faulty value's index.
+
+        Args:
+            are_parsed: whether a JSON parser has just made the values. They are then only counted.
+        """
         self._add_to_totals(len(values))
         # The iterator of a subclass may have no end.
         copied = list(islice(values, self.max_values + 1))
         self._add_to_totals(max(0, len(copied) - len(values)))
-        return self._copy_items_in_place(copied, -1)
+        return self._copy_items_in_place(copied, -1, are_parsed)
 
     def _add_to_totals(self, num_values: int, num_characters: int = 0) -> None:
         self.num_values += num_values
@@ -178,12 +185,14 @@ class JsonCopier:
             num_bits = sum(map(int.bit_length, _of_type(int, values, types)))
             self._add_to_totals(0, num_bits // 4)
 
-    def _copy_items_in_place(self, root: list[Any], depth: int) -> list[Any]:
-        """Replace the items of ``root``, a list at ``depth``, by copies."""
+    def _copy_items_in_place(
+        self, root: list[Any], depth: int, are_parsed: bool = False
+    ) -> list[Any]:
+        """Replace the items of ``root``, a list at ``depth``, by copies; only count parsed ones."""
         levels: list[_Level] = [([], [root])]
         tuple_places: list[tuple[Any, Any]] = []
         while any(levels[-1]):
-            levels.append(self._copy_level(levels, depth, tuple_places))
+            levels.append(self._copy_level(levels, depth, tuple_places, are_parsed))
             depth += 1
         # Inner tuples first, because a tuple cannot be changed.
         for container, key in reversed(tuple_places):
@@ -191,10 +200,14 @@ class JsonCopier:
         return root
 
     def _copy_level(
-        self, levels: list[_Level], depth: int, tuple_places: list[tuple[Any, Any]]
+        self,
+        levels: list[_Level],
+        depth: int,
+        tuple_places: list[tuple[Any, Any]],
+        are_parsed: bool,
     ) -> _Level:
-        """Replace the items of all containers of the last level by shallow copies; returns the
-        level that they form.
+        """Replace the items of all containers of the last level by shallow copies, unless they are
+        parsed; returns the level that they form.
 
         Args:
             levels: copied levels, from the root's to the one whose items are replaced.
@@ -216,6 +229,8 @@ class JsonCopier:
         inner_dicts, inner_lists = _of_type(dict, items, types), _of_type(list, items, types)
         self._count_containers(len(inner_dicts) + len(inner_lists))
         self._add_to_totals(2 * sum(map(len, inner_dicts)) + sum(map(len, inner_lists)))
+        if are_parsed:
+            return inner_dicts, inner_lists
         if not types <= self._plain_types:
             for index, place in enumerate(_places(levels[-1])):
                 if type(items[index]) not in self._plain_types:

@@ -137,8 +137,8 @@ class SamplingParams:
             the first, with the bounds of ``logprobs``; the prompt's own token is always reported.
             Only the request's first output has them; that output does not read the prefix cache.
         extra_args: parameters of the engine's logits processors by name: plain data (None,
-            booleans, numbers, text, and lists and dicts of them), 16 deep, and 65,536 values and
-            characters at most. A name that no processor reads is refused.
+            booleans, numbers, text, and lists and dicts of them), 16 deep, and 8,192 values and
+            65,536 characters at most. A name that no processor reads is refused.
 
     Raises:
         InvalidRequestError: for a value outside its range or a field that does not exist, with

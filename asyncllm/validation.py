@@ -35,8 +35,9 @@ MAX_LIST_ITEMS = 2**19
 """Maximum number of items of a list of token ids: twice the size of the largest vocabularies. The
 list is read while an event loop waits."""
 
-MAX_PLAIN_DATA_SIZE = 2**16
-"""Maximum number of values and characters of plain data. It is copied while an event loop waits."""
+MAX_PLAIN_DATA_VALUES, MAX_PLAIN_DATA_CHARACTERS = 2**13, 2**16
+"""Maximum numbers of values and of characters of plain data. A number takes half a microsecond to
+copy, while an event loop waits."""
 
 MAX_PLAIN_DATA_DEPTH = 16
 """Maximum nesting depth of plain data, which is copied recursively."""
@@ -236,8 +237,8 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
     """Copy a dict of plain data: None, booleans, finite numbers, 64-bit integers, text, lists, and
     dicts with text for keys."""
     copier = JsonCopier(
-        MAX_PLAIN_DATA_SIZE,
-        MAX_PLAIN_DATA_SIZE,
+        MAX_PLAIN_DATA_VALUES,
+        MAX_PLAIN_DATA_CHARACTERS,
         MAX_PLAIN_DATA_DEPTH,
         _convert_plain_scalar,
         scalar_types=frozenset({str, bool, NoneType}),
@@ -247,11 +248,10 @@ def plain_data(name: str, value: Any, **options: Any) -> Any:
         if isinstance(value, Mapping):
             copied = copier.copy(value)
             "".join(copier.texts).encode()
-            if copier.num_values + copier.num_characters <= MAX_PLAIN_DATA_SIZE:
-                return copied
+            return copied
     expected_text = (
         f"a dict of plain data, {MAX_PLAIN_DATA_DEPTH} deep, "
-        f"{MAX_PLAIN_DATA_SIZE} values and characters at most"
+        f"{MAX_PLAIN_DATA_VALUES} values and {MAX_PLAIN_DATA_CHARACTERS} characters at most"
     )
     return _refuse(name, value, expected_text, **options)
 

@@ -331,8 +331,8 @@ class Endless(UserDict[str, Any]):
         ([{"role": "user", "content": nested(5000)}], "messages.*: nested more than 100"),
         ([{"role": "user", "x": nested(5000, lambda v: [v])}], "messages.*: nested more than 100"),
         ([nested(5000)], "messages.*: nested more than 100"),
-        ([{"role": "user", "content": "x", "y": laughs()}], "beyond 100000 values"),
-        ([{"role": "user", "content": "x", "y": Endless()}], "beyond 100000 values"),
+        ([{"role": "user", "content": "x", "y": laughs()}], "beyond 65536 values"),
+        ([{"role": "user", "content": "x", "y": Endless()}], "beyond 65536 values"),
         ([Raises()], r"messages\[0\]: cannot be read \(OSError: no such row\)"),
         ([[]], r"messages\[0\]: is a list"),
         (

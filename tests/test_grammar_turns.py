@@ -18,7 +18,7 @@ from asyncllm.structured.compiler import (
     GrammarCompiler,
     _CompileJob,
 )
-from asyncllm.structured.grammar import Grammar
+from asyncllm.structured.grammar import Grammar, GrammarError
 from asyncllm.structured.spec import StructuredOutputs
 from tests.fakes import thread_of
 from tests.idle import blocking_until, until
@@ -26,11 +26,16 @@ from tests.structured import ByteRig
 
 
 class GatedBackends:
-    """Backends that compile nothing before their gate opens."""
+    """Backends that compile nothing before their gate opens.
+
+    Attributes:
+        errors: errors of the grammars that are not compiled, by text.
+    """
 
     def __init__(self) -> None:
         self.begun: list[str] = []
         self.gate = threading.Event()
+        self.errors: dict[str, Exception] = {}
 
     def prepare(self) -> None: ...
 
@@ -38,6 +43,8 @@ class GatedBackends:
         self.begun.append(spec.text)
         begin()
         assert self.gate.wait(10)
+        if spec.text in self.errors:
+            raise self.errors[spec.text]
         return Grammar(lambda: None)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
@@ -316,3 +323,41 @@ async def test_the_compiler_gets_the_owners_of_requests(monkeypatch: pytest.Monk
         texts = [(await stream.result()).text for stream in streams]
     assert texts == ["first", "a0", "a1", "a2", "b0", "b1"]
     assert begun == ["first", "a0", "b0", "a1", "b1", "a2"]
+
+
+def refused(rig: Rig, *names: str) -> list[str]:
+    """Submit one request after the other; returns the texts that were compiled for them."""
+    rig.backends.gate.set()
+    rig.backends.begun.clear()
+    for name in names:
+        rig.told.clear()
+        rig.submit("a", name)
+        blocking_until(lambda: rig.told)
+    return rig.backends.begun
+
+
+def test_the_newest_refusals_are_not_compiled_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "SLOW_REFUSAL_SECONDS", 0.0)
+    monkeypatch.setattr(compiler_module, "MAX_REMEMBERED_REFUSALS", 2)
+    rig.backends.errors = {name: GrammarError(f"no {name}") for name in "xyz"}
+    assert refused(rig, "x", "x/1") == ["x"]
+    first = rig.told[0][1]
+    assert refused(rig, "x/2") == []
+    (_, second), *_ = rig.told
+    assert str(first) == str(second) == "structured_outputs.regex='x': no x"
+    assert second is not first
+    assert getattr(second, "param", None) == "structured_outputs"
+    assert refused(rig, "y", "z", "y", "z", "x") == ["y", "z", "x"]
+
+
+def test_quick_refusals_and_other_errors_are_compiled_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "SLOW_REFUSAL_SECONDS", 60.0)
+    rig.backends.errors = {"x": GrammarError("no")}
+    assert refused(rig, "x", "x") == ["x", "x"]
+    monkeypatch.setattr(compiler_module, "SLOW_REFUSAL_SECONDS", 0.0)
+    rig.backends.errors = {"x": MemoryError()}
+    assert refused(rig, "x", "x") == ["x", "x"]

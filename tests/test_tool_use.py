@@ -95,7 +95,7 @@ def loop() -> dict[str, Any]:
         ([{"name": "a", "parameters": loop()}], "auto", "tools", "nested more than"),
         ([{"name": "a", "parameters": {"x": {1, 2}}}], "auto", "tools", "a set"),
         ([ADD, ADD], "auto", "tools", r"tools\[1\]: has the name 'add' a second time"),
-        ([ADD] * 1025, "auto", "tools", "at most 1024"),
+        ([ADD] * 513, "auto", "tools", "at most 512"),
         ([ADD], "sometimes", "tool_choice", '"auto", "none", "required" or'),
         ([ADD], {"type": "function"}, "tool_choice", "expected"),
         ([ADD], {"type": "function", "name": "rm"}, "tool_choice", "on offer: add"),

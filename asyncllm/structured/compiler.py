@@ -39,6 +39,13 @@ MAX_COOLDOWN_SECONDS = 1.0
 
 MAX_CACHED_GRAMMARS = 128
 
+MAX_REMEMBERED_REFUSALS = 32
+"""Maximum number of remembered refusals. Each holds the text of its grammar, up to 512 KiB."""
+
+SLOW_REFUSAL_SECONDS = 0.02
+"""Minimum duration of a compilation whose refusal is remembered. A quick one is made again: a
+backend that would accept the grammar may be installed meanwhile."""
+
 MAX_GRAMMAR_BYTES = 192 * 2**20
 """Maximum estimated memory in bytes of the grammars that are cached or in use. No compilation
 begins while the grammars in use take more."""
@@ -54,7 +61,8 @@ _MEMORY_CHECK_SECONDS = 0.02
 """Seconds between a thread's checks whether memory allows a compilation."""
 
 DoneCallback = Callable[[Grammar | None, Exception | None], None]
-"""Callback that gets the grammar or an error; called once, on a thread of the compiler."""
+"""Callback that gets the grammar or an error; called once, on a thread of the compiler, or by
+``submit`` with a remembered refusal."""
 
 IsWanted = Callable[[], bool]
 """Function that tells whether a request still waits for its grammar."""
@@ -91,7 +99,8 @@ class GrammarCompiler:
     """Compiler of an engine's grammars; it caches the most recently used ones.
 
     At most ``MAX_CACHED_GRAMMARS`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of
-    all grammars that are cached or in use.
+    all grammars that are cached or in use. The newest ``MAX_REMEMBERED_REFUSALS`` refusals of
+    backends are remembered, unless they were quick.
 
     At most ``MAX_COMPILE_THREADS`` grammars are compiled at a time, and requests for the same
     grammar share a compilation. Compilations begin in turns by owner of the requests: the next is
@@ -114,6 +123,7 @@ class GrammarCompiler:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._refusals: OrderedDict[StructuredOutputs, InvalidRequestError] = OrderedDict()
         self._memories: WeakSet[GrammarMemoryBound] = WeakSet()
         self._jobs: dict[StructuredOutputs, _CompileJob] = {}
         self._queue: OwnerLines[_QueuedRequest] = OwnerLines()
@@ -155,6 +165,11 @@ class GrammarCompiler:
             RequestError: if too many overdue compilations still run, or no thread can be started.
         """
         with self._lock:
+            refusal = self._refusals.get(spec)
+        if refusal is not None:
+            done_callback(None, copy(refusal))
+            return
+        with self._lock:
             if self._is_closed:
                 return  # The engine has ended, and so has the request.
             job = self._jobs.get(spec)
@@ -183,6 +198,7 @@ class GrammarCompiler:
                     self._drop_job(job)
             self._jobs.clear()
             self._cache.clear()
+            self._refusals.clear()
             return list(self._threads)
 
     def _start_thread(self) -> None:
@@ -313,17 +329,28 @@ class GrammarCompiler:
         return True
 
     def _compile_job(self, job: _CompileJob) -> tuple[Grammar | None, Exception | None]:
+        start = time.perf_counter()
         try:
             self.backends.prepare()
             return self.backends.compile(job.spec, partial(self._start_timer, job)), None
         except GrammarError as error:
-            return None, _refusal_error(job.spec, str(error))
+            refusal = _refusal_error(job.spec, str(error))
+            if time.perf_counter() - start >= SLOW_REFUSAL_SECONDS:
+                self._remember_refusal(job.spec, refusal)
+            return None, refusal
         except Exception as error:
             refused = _refusal_error(job.spec, check.describe_error(error))
             refused.__cause__ = error
             return None, refused
         except BaseException as error:  # A panic in a backend's Rust code is no Exception.
             return None, _refusal_error(job.spec, check.describe(error))
+
+    def _remember_refusal(self, spec: StructuredOutputs, refusal: InvalidRequestError) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._refusals[spec] = refusal
+                if len(self._refusals) > MAX_REMEMBERED_REFUSALS:
+                    self._refusals.popitem(last=False)
 
     def _start_timer(self, job: _CompileJob) -> None:
         timer = threading.Timer(self._timeout, self._expire_job, (job,))

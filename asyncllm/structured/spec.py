@@ -20,12 +20,17 @@ MAX_SPEC_CHARACTERS = 2**17
 """Maximum number of characters of a schema, grammar or list of choices. The check of the text must
 be short, because it runs on an event loop's thread."""
 
+MAX_SCHEMA_VALUES = 24_576
+"""Maximum number of values of a schema, its keys and containers among them. Each takes up to half a
+microsecond to copy and write, on an event loop's thread; 3,000 properties with a type and a
+description have 18,000."""
+
 MAX_REFERENCES = 512
 """Maximum number of references in a schema, and of rules and references in a grammar. llguidance
 follows a chain of references recursively: 2,500 overflow a stack of 8 MiB and end the process."""
 
 _RULE_START_PATTERN = re.compile(
-    r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}\]|\{[^}\n]{0,64}\})?\s*+:"
+    r"(?<![\w.-])[A-Za-z_][\w.-]*+(?:\[[^]\n]{0,64}+\]|\{[^}\n]{0,64}+\})?\s*+:"
 )
 
 MAX_SCHEMA_DEPTH = 48
@@ -89,16 +94,17 @@ def _parse_mapping(value: Any) -> StructuredOutputs:
 def _check_json(value: Any) -> str:
     name = f"{_PARAM_NAME}.json"
     accepted = "a JSON schema, as a dict or text, a Pydantic model, a dataclass or a TypedDict"
+    is_text = isinstance(value, str)
     if is_schema_type(value):
         value = schema_of_type(value, name)
-    elif isinstance(value, str):
+    elif is_text:
         value = _parse_json(name, value)
     if isinstance(value, bool):
         # In JSON Schema, true admits every value, and false admits none.
         value = {} if value else {"not": {}}
     if not isinstance(value, Mapping):
         raise check.value_error(name, value, accepted)
-    return _serialise_schema(name, value)
+    return _serialise_schema(name, value, is_text)
 
 
 def _check_json_object(value: Any) -> str:
@@ -133,13 +139,14 @@ def _check_choice(value: Any) -> str:
 
 def _check_structural_tag(value: Any) -> str:
     name = f"{_PARAM_NAME}.structural_tag"
-    if isinstance(value, str):
+    is_text = isinstance(value, str)
+    if is_text:
         value = _parse_json(name, value)
     if not isinstance(value, Mapping) or not check.equal_json(value.get("type"), "structural_tag"):
         raise check.value_error(name, value, 'a dict, or JSON text, with "type": "structural_tag"')
     if ("structures" in value) == ("format" in value):
         raise check.value_error(name, value, 'either "structures" and "triggers", or "format"')
-    return _serialise_schema(name, value)
+    return _serialise_schema(name, value, is_text)
 
 
 _CHECK_FUNCTIONS = {
@@ -167,22 +174,26 @@ def _parse_json(name: str, text: str) -> Any:
         raise check.value_error(name, text, f"JSON ({error})") from None
 
 
-def _serialise_schema(name: str, value: Mapping[str, Any]) -> str:
-    """Serialise a schema in the order of its keys: the model writes properties in this order."""
-    # A value takes at least two characters of JSON, such as a digit and a comma.
+def _serialise_schema(name: str, value: Mapping[str, Any], is_parsed: bool) -> str:
+    """Serialise a schema in the order of its keys: the model writes properties in this order.
+
+    Args:
+        is_parsed: whether ``value`` was just parsed from the caller's text.
+    """
     copier = JsonCopier(
-        MAX_SPEC_CHARACTERS // 2 + 1,
+        MAX_SCHEMA_VALUES,
         MAX_SPEC_CHARACTERS,
         MAX_SCHEMA_DEPTH - 1,
         require_text_keys=True,
     )
     try:
-        text = json.dumps(copier.copy(value), ensure_ascii=False, allow_nan=False)
+        copied = copier.copy(value, is_parsed=is_parsed)
+        text = json.dumps(copied, ensure_ascii=False, allow_nan=False)
         text.encode()
     except NotJsonError as error:
         accepted = (
-            f"a schema of JSON types, {MAX_SCHEMA_DEPTH} levels and {MAX_SPEC_CHARACTERS} "
-            f"characters at most ({error.message_for(name)})"
+            f"a schema of JSON types, {MAX_SCHEMA_DEPTH} levels, {MAX_SCHEMA_VALUES} values and "
+            f"{MAX_SPEC_CHARACTERS} characters at most ({error.message_for(name)})"
         )
         raise check.value_error(name, value, accepted) from None
     except Exception as error:  # Reading the caller's mapping may raise errors of any class.

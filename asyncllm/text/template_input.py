@@ -17,12 +17,12 @@ from asyncllm.validation import argument_error, describe, describe_error
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_VARIABLES = ("messages", "continue_final_message", "tokenize", "return_dict", "documents")
 _MAX_NESTING_DEPTH = 100
-_MAX_VALUES = 100_000
-_MAX_CONTAINERS = 2**15
-"""Maximum number of dicts and lists of a conversation. Each takes half a microsecond to copy and
-one microsecond of garbage collection, on the caller's thread."""
+_MAX_VALUES, _MAX_CONTAINERS = 2**16, 2**14
+"""Maximum numbers of values, and of dicts and lists, of a conversation. A value takes a quarter of
+a microsecond to copy, and a dict or list one of garbage collection, on the caller's thread. 2,000
+messages with calls, and 256 tools of 10 properties, have 52,000 and 9,600."""
 
-_MAX_PARSED_CHARACTERS = 2**21
+_MAX_PARSED_CHARACTERS = 2**20
 """Maximum number of characters of the JSON texts in a conversation's tool calls, plus
 _CHARACTERS_PER_CALL for each text. They are parsed on the caller's thread."""
 
@@ -30,9 +30,13 @@ _CHARACTERS_PER_CALL = 256
 """Number of characters added for each parsed text. Starting a parse takes as long as parsing this
 many characters."""
 
-_MAX_WRITTEN_VALUES, _MAX_WRITTEN_CHARACTERS = 2**15, 2**20
-"""Maximum number of values, and of characters, of the dicts in a conversation's tool calls that are
-written as JSON text. They are written on the caller's thread: a float takes half a microsecond."""
+_MAX_ARGUMENT_VALUES = 2**14
+"""Maximum number of values in the arguments of a conversation's tool calls: of dicts that are
+written as JSON text, or of texts that are parsed, whose keys do not count. They are written and
+parsed on the caller's thread: a float takes a microsecond."""
+
+_MAX_WRITTEN_CHARACTERS = 2**19
+"""Maximum number of characters of the dicts in a conversation's tool calls that are written."""
 
 _ARGUMENTS_LOCATION = "messages: arguments of all tool calls"
 """Beginning of an error message about the arguments of all tool calls together."""
@@ -117,7 +121,7 @@ class TemplateInput:
         self.texts = copier.texts
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
         self.num_bytes = sys.getsizeof(template) + sum(map(str.__sizeof__, self.texts))
-        self.num_bytes += _BYTES_PER_VALUE * (_MAX_VALUES - copier.num_values_left)
+        self.num_bytes += _BYTES_PER_VALUE * copier.num_values
 
     def with_changed_strings(
         self, change_string: Callable[[str], str], unchanged_names: Collection[str] = ()
@@ -162,14 +166,18 @@ class TemplateInputCopier:
         self.texts = self._copier.texts
 
     @property
-    def num_values_left(self) -> int:
-        return _MAX_VALUES - self._copier.num_values
+    def num_values(self) -> int:
+        return self._copier.num_values
 
     def copy_value(self, value: Any, location: str, param: str) -> Any:
         return self.copy_or_raise(lambda: self._copier.copy(value), location, param)
 
-    def copy_items(self, values: Collection[Any], location: str, param: str) -> list[Any]:
-        return self.copy_or_raise(lambda: self._copier.copy_items(values), location, param)
+    def copy_items(
+        self, values: Collection[Any], location: str, param: str, *, are_parsed: bool = False
+    ) -> list[Any]:
+        return self.copy_or_raise(
+            lambda: self._copier.copy_items(values, are_parsed=are_parsed), location, param
+        )
 
     def copy_or_raise(self, copy_function: Callable[[], Any], location: str, param: str) -> Any:
         try:
@@ -205,14 +213,20 @@ def _copied_messages(
     chat: list[dict[str, Any]] = []
     functions: list[tuple[str, dict[str, Any]]] = []
     for i, plain in enumerate(copied):
-        if _has_only_role_and_text(plain):
+        # Most messages have a role, a text and no other field, and need no conversion.
+        if (
+            type(plain) is dict
+            and len(plain) == 2
+            and type(plain.get("role")) is type(plain.get("content")) is str
+        ):
             chat.append(plain)
             continue
         if not isinstance(plain, dict):
             kind = f"a {type(plain).__name__}"
             raise _invalid_input_error(f"messages[{i}]", kind, "a dict with a role")
         # Clients send null for an absent field, but templates test only for presence.
-        plain = {key: value for key, value in plain.items() if value is not None}
+        if None in plain.values():
+            plain = {key: value for key, value in plain.items() if value is not None}
         role = plain.get("role")
         if not isinstance(role, str):
             raise _invalid_input_error(f"messages[{i}].role", describe(role), "a string, as 'user'")
@@ -234,29 +248,23 @@ def _copied_messages(
     return chat
 
 
-def _has_only_role_and_text(message: Any) -> bool:
-    """Whether a message needs no conversion: it has a role and a text, and no other field."""
-    return (
-        type(message) is dict
-        and len(message) == 2
-        and type(message.get("role")) is type(message.get("content")) is str
-    )
-
-
 def _join_content(content: Any, location: str) -> str:
     if not isinstance(content, (list, tuple)):
         raise _invalid_input_error(location, describe(content), "a string or a list of text parts")
-    texts = []
+    texts: list[str] = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else "text"
-        if isinstance(kind, str) and kind != "text":
-            raise _invalid_input_error(
-                f"{location}[{i}]",
-                f"a part of type {describe(kind)}",
-                "{'type': 'text', 'text': …}: the engine computes text, and takes no images, audio "
-                "or video",
-            )
-        text = part.get("text") if isinstance(part, dict) and kind == "text" else part
+        text = part
+        if isinstance(part, dict):
+            kind, text = part.get("type"), part.get("text")
+            if isinstance(kind, str) and kind != "text":
+                raise _invalid_input_error(
+                    f"{location}[{i}]",
+                    f"a part of type {describe(kind)}",
+                    "{'type': 'text', 'text': …}: the engine computes text, and takes no images, "
+                    "audio or video",
+                )
+            if kind != "text":
+                text = None
         if not isinstance(text, str):
             raise _invalid_input_error(
                 f"{location}[{i}]", describe(part), "{'type': 'text', 'text': …}"
@@ -275,7 +283,7 @@ def _write_arguments(
     """
     functions = [one for one in functions if isinstance(one[1].get("arguments"), dict)]
     # Check the limits by a copy that is not kept, because ``json.dumps`` has none.
-    counter = JsonCopier(_MAX_WRITTEN_VALUES, _MAX_WRITTEN_CHARACTERS, _MAX_NESTING_DEPTH)
+    counter = JsonCopier(_MAX_ARGUMENT_VALUES, _MAX_WRITTEN_CHARACTERS, _MAX_NESTING_DEPTH)
     all_arguments = [function["arguments"] for _, function in functions]
     copier.copy_or_raise(lambda: counter.copy_items(all_arguments), _ARGUMENTS_LOCATION, "messages")
     texts: list[str] = []
@@ -310,11 +318,12 @@ def _parse_arguments(
             )
         if arguments.lstrip().startswith("{"):
             with_json.append(function)
-    _check_num_values([one["arguments"] for one in with_json], copier.num_values_left)
+    _check_num_values([one["arguments"] for one in with_json])
     parsed = [(one, _parse_json(one["arguments"])) for one in with_json]
     parsed = [(one, value) for one, value in parsed if isinstance(value, dict)]
-    copied = copier.copy_items([value for _, value in parsed], _ARGUMENTS_LOCATION, "messages")
-    for (function, _), value in zip(parsed, copied, strict=True):
+    values = [value for _, value in parsed]
+    copier.copy_items(values, _ARGUMENTS_LOCATION, "messages", are_parsed=True)
+    for function, value in parsed:
         function["arguments"] = value
 
 
@@ -326,19 +335,19 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def _check_num_values(texts: list[str], num_values_left: int) -> None:
-    """Refuse JSON texts of more than ``num_values_left`` values before they are parsed."""
-    if _num_separators(texts) > num_values_left:
+def _check_num_values(texts: list[str]) -> None:
+    """Refuse JSON texts of more than _MAX_ARGUMENT_VALUES values before they are parsed."""
+    if _num_separators(texts) > _MAX_ARGUMENT_VALUES:
         texts = [_JSON_STRING_PATTERN.sub("", text) for text in texts]
-        if _num_separators(texts) > num_values_left:
+        if _num_separators(texts) > _MAX_ARGUMENT_VALUES:
             raise InvalidRequestError(
-                f"{_ARGUMENTS_LOCATION}: beyond {_MAX_VALUES} values, expected JSON types",
+                f"{_ARGUMENTS_LOCATION}: beyond {_MAX_ARGUMENT_VALUES} values, expected JSON types",
                 param="messages",
             )
 
 
 def _num_separators(texts: list[str]) -> int:
-    return sum(text.count(separator) for text in texts for separator in ",[{")
+    return sum(map("".join(texts).count, ",[{"))
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

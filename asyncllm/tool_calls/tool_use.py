@@ -15,9 +15,10 @@ from asyncllm.structured.references import is_local_ref, resolve_pointer
 from asyncllm.text.template_input import TemplateInputCopier
 from asyncllm.tool_calls.function_schema import function_schema, is_pydantic_model
 
-MAX_TOOLS = 1024
+MAX_TOOLS = 512
+"""Maximum number of tools of a call. Each takes some 15 microseconds of the caller's thread."""
 
-_MAX_REFERENCE_PARTS = 2**13
+_MAX_REFERENCE_PARTS = 2**12
 """Maximum number of parts of all different ``$ref`` in a call's tools; ``#/$defs/x`` has two. Each
 is followed on the caller's thread."""
 
@@ -64,7 +65,8 @@ class ToolUse:
             "type",
             "function",
         )  # ``_parse_tool`` adds these words to tools without them.
-        _check_references(schemas)
+        if "$ref" in copier.texts:
+            _check_references(schemas)
         names = [schema["function"]["name"] for schema in schemas]
         seen: set[str] = set()
         for i, name in enumerate(names):
@@ -118,38 +120,38 @@ def _parse_tool_choice(value: Any) -> str | dict[str, str]:
 
 def _parse_tool(tool: Any, location: str) -> dict[str, Any]:
     is_tool = isinstance(tool, dict) and tool.get("type", "function") == "function"
-    _check_valid(is_tool, location, tool, f"one of {_ACCEPTED_TOOLS_TEXT}")
+    _check_valid(is_tool, location, "", tool, f"one of {_ACCEPTED_TOOLS_TEXT}")
     function: Any = tool.get("function")
     # OpenAI's Responses protocol puts the function's fields into the tool itself.
     if "function" not in tool:
         function = {key: value for key, value in tool.items() if key != "type"}
-    location = f"{location}.function"
-    _check_valid(isinstance(function, dict), location, function, "a dict with a name")
+    location += ".function"
+    _check_valid(isinstance(function, dict), location, "", function, "a dict with a name")
     name = function.get("name")
     is_name = isinstance(name, str) and _TOOL_NAME_PATTERN.fullmatch(name) is not None
     accepted = "1 to 64 letters, digits, underscores, dashes and dots"
-    _check_valid(is_name, f"{location}.name", name, accepted)
+    _check_valid(is_name, location, ".name", name, accepted)
     function = {key: value for key, value in function.items() if value is not None}
     description, strict = function.get("description", ""), function.get("strict", False)
-    _check_valid(isinstance(description, str), f"{location}.description", description, "a string")
-    _check_valid(isinstance(strict, bool), f"{location}.strict", strict, "true, false or null")
+    _check_valid(isinstance(description, str), location, ".description", description, "a string")
+    _check_valid(isinstance(strict, bool), location, ".strict", strict, "true, false or null")
     if "parameters" in function:
-        _check_parameters(function["parameters"], f"{location}.parameters")
+        _check_parameters(function["parameters"], location + ".parameters")
     return {"type": "function", "function": function}
 
 
 def _check_parameters(schema: Any, location: str) -> None:
-    _check_valid(isinstance(schema, dict), location, schema, "a JSON schema of an object")
+    _check_valid(isinstance(schema, dict), location, "", schema, "a JSON schema of an object")
     kind, required = schema.get("type", "object"), schema.get("required", [])
-    _check_valid(kind == "object", f"{location}.type", kind, '"object"')
+    _check_valid(kind == "object", location, ".type", kind, '"object"')
     properties = schema.get("properties", {})
     is_map = isinstance(properties, dict) and all(
         isinstance(key, str) and isinstance(value, (dict, bool))
         for key, value in properties.items()
     )
-    _check_valid(is_map, f"{location}.properties", properties, "names to JSON schemas")
+    _check_valid(is_map, location, ".properties", properties, "names to JSON schemas")
     is_list = isinstance(required, (list, tuple)) and all(isinstance(r, str) for r in required)
-    _check_valid(is_list, f"{location}.required", required, "a list of names")
+    _check_valid(is_list, location, ".required", required, "a list of names")
 
 
 def _check_references(schemas: Collection[dict[str, Any]]) -> None:
@@ -208,9 +210,11 @@ def _check_reference(
     return sum(pointer.count("/") for pointer in seen)
 
 
-def _check_valid(is_valid: bool, location: str, value: object, accepted_values: str) -> None:
+def _check_valid(
+    is_valid: bool, location: str, field: str, value: object, accepted_values: str
+) -> None:
     if not is_valid:
-        raise _tool_error(location, check.describe(value), accepted_values)
+        raise _tool_error(location + field, check.describe(value), accepted_values)
 
 
 def _tool_error(location: str, value: str, accepted_values: str) -> InvalidRequestError:
