@@ -21,6 +21,7 @@ from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.errors import ContextLengthExceededError
+from asyncllm.json_copier import JsonCopier
 from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
@@ -497,8 +498,8 @@ def _token_rule_params(sampling: SamplingParams) -> _TokenRuleParams:
 
 
 def _measure_params(request: Request) -> dict[int, int]:
-    """Estimate the bytes of a request's grammar text, token rules and lists of parameters, by
-    object id. Rules that are yet to be made count with their words."""
+    """Estimate the bytes of a request's grammar text, token rules, and lists and dicts of
+    parameters, by object id. Rules that are yet to be made count with their words."""
     sampling, rules = request.sampling, request.token_rules
     num_bytes: dict[int, int] = {}
     if sampling.structured_outputs is not None:
@@ -519,4 +520,8 @@ def _measure_params(request: Request) -> dict[int, int]:
     for ids in (sampling.stop_token_ids, sampling.logit_bias):
         if ids:
             num_bytes[id(ids)] = 2 * (sys.getsizeof(ids) + _BYTES_PER_INTEGER * len(ids))
+    if sampling.extra_args:
+        counter = JsonCopier(sys.maxsize, sys.maxsize, sys.maxsize)
+        counter.copy(sampling.extra_args)
+        num_bytes[id(sampling.extra_args)] = counter.num_bytes
     return num_bytes
