@@ -82,7 +82,6 @@ def test_bad_words_take_the_memory_of_their_tokens() -> None:
     finally:
         tracemalloc.stop()
     assert kept is not None
-    # Nothing but the word itself ends with its 64 tokens.
     assert kept.excluded_tokens([5, *words[3][:-1]]) == [words[3][-1]]
     assert num_bytes < 1024 * (4 * 63 + 200)
 
