@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, islice, repeat
 from types import NoneType
@@ -12,6 +13,9 @@ SCALAR_TYPES = frozenset({str, bool, int, float, NoneType})
 _COPIED_TYPES = frozenset({dict, list})
 """Types whose objects are copied with their own ``copy`` method. Tuples and other containers are
 first converted to one of these types."""
+
+_BYTES_PER_VALUE = 80
+"""Estimated bytes of each key, value and container, in addition to strings."""
 
 _Level: TypeAlias = tuple[list[dict[Any, Any]], list[list[Any]]]
 """All dicts and all lists at one nesting depth."""
@@ -133,6 +137,11 @@ class JsonCopier:
         """Converted containers by the id of their source: the source, the dict or list made from
         it, whether it becomes a tuple, and its number of values. The source is kept so that no
         other object gets its id."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of the copies, in bytes."""
+        return sum(map(sys.getsizeof, self.texts)) + _BYTES_PER_VALUE * self.num_values
 
     def copy(self, value: Any, *, is_parsed: bool = False) -> Any:
         """Copy a value.

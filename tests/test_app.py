@@ -19,6 +19,8 @@ from asyncllm import InvalidRequestError
 from asyncllm.metrics import EngineMetrics
 from asyncllm.serving import create_app
 from asyncllm.serving.http_protocol import _AnswerSender
+from asyncllm.serving.protocol_error import ProtocolError
+from asyncllm.serving.request_body import parse_json
 from asyncllm.testing import fake_engine
 from tests.app_clients import (
     BODY,
@@ -303,7 +305,11 @@ BODIES = [
     (b'{"messages": "\xff"}', "invalid_json"),
     (b'{"messages": "\\ud800"}', "invalid_json"),
     (b'{"temperature": NaN}', "invalid_json"),
-    (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "invalid_value"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}', "invalid_json"),
+    (
+        b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"a": 1e999}}]}',
+        "invalid_json",
+    ),
     (b'{"messages": ' + b"9" * 5000 + b"}", "invalid_json"),
     (b"[" * 100_000, "invalid_json"),
     (b'{"a":' * 50_000, "invalid_json"),
@@ -311,6 +317,16 @@ BODIES = [
     (json.dumps({"messages": user("x"), "y" * 50_000: 1}).encode(), "unknown_parameter"),
     (json.dumps({str(i): i for i in range(100_000)}).encode(), "unknown_parameter"),
 ]
+
+
+def test_numbers_beyond_a_float_are_refused_and_large_ones_are_not():
+    large = {"a": [1e308, 1e308, {"b": [[-1.7e308], "1e999", 10**400]}], "c": 2.5}
+    assert parse_json(json.dumps(large)) == large
+    for number in ("1e999", "-1e999", "9" * 400 + ".5"):
+        for body in ('{"a": %s}', '{"a": [{"b": [1e308, [%s, -1e308]]}]}', '{"a": [1e999, %s]}'):
+            with pytest.raises(ProtocolError, match=r"beyond 1\.8e308") as caught:
+                parse_json(body % number)
+            assert caught.value.code == "invalid_json"
 
 
 async def test_invalid_bodies_are_refused():

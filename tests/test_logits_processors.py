@@ -19,11 +19,13 @@ from asyncllm import (
     BatchUpdate,
     EngineConfig,
     EngineError,
+    EngineOverloadedError,
     InvalidRequestError,
     LogitsProcessor,
     RequestError,
     SamplingParams,
 )
+from asyncllm.core import waiting_texts
 from asyncllm.core.batch import SlotAssignment
 from asyncllm.core.in_process import picklable_params
 from asyncllm.gpu.graph.cuda_graphs import GraphCapturer
@@ -386,6 +388,24 @@ def test_a_processor_that_cannot_be_made_is_named(given, says):
 def test_a_configuration_of_anything_else_is_refused(given):
     with pytest.raises(InvalidRequestError, match="logits_processors"):
         EngineConfig(logits_processors=given)
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_extra_args_of_waiting_requests_count_once_where_they_are_shared(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_texts, "MAX_WAITING_TEXT_BYTES", 2**18)
+    runner = make_runner(decoder, capturer=None, processors=[force()], depth=1)
+    args = {"raise_at": [0.5] * 1000}  # Counts as 80,297 bytes.
+    async with engine_of(runner) as engine:
+        await engine.pause()
+        shared = SamplingParams(extra_args=args)
+        streams = [engine.stream([1, 2], shared) for _ in range(5)]
+        streams += [engine.stream([1, 2], extra_args=args) for _ in range(2)]
+        with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
+            engine.stream([1, 2], extra_args=args)
+        for stream in streams:
+            stream.abort()
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])

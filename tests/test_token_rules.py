@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncllm import InvalidRequestError
+from asyncllm import EngineOverloadedError, InvalidRequestError
+from asyncllm.core import waiting_texts
 from asyncllm.core.batch import StepBatch
-from asyncllm.core.token_rules import TokenRules
+from asyncllm.core.token_rules import BadWords, TokenRules
 from asyncllm.runtime import input_processor
 from tests.driver import packed
-from tests.fakes import fake
+from tests.fakes import fake, thread_of
+from tests.idle import until
 from tests.structured import ByteRig
 
 TOKENS = st.lists(st.integers(0, 3), max_size=8)
@@ -32,8 +36,10 @@ def test_lists_exclude_their_names(
         assert (words, allowed) == ([], None)
         return
     after = [word[-1] for word in several if output[-len(word) + 1 :] == word[:-1]]
-    assert sorted(rules.excluded_tokens(output)) == sorted(after)
-    assert bool(rules.bad_words) == bool(several)
+    if rules.bad_words is None:
+        assert not several
+    else:
+        assert sorted(rules.bad_words.excluded_tokens(output)) == sorted(after)
     if allowed is None and not single:
         assert rules.allowed_mask is None
     else:
@@ -57,12 +63,27 @@ class Read(list[int]):
 
 
 def test_a_token_costs_no_look_at_every_bad_word() -> None:
-    rules = TokenRules.create(None, [(i, 2000) for i in range(1024)] + [(7, 8, 9)], 2048)
-    assert rules is not None
+    words = BadWords.create([(i, 2000) for i in range(1024)] + [(7, 8, 9)])
+    assert words is not None
     output = Read([5] * 480)
-    assert rules.excluded_tokens(output) == [2000]
+    assert words.excluded_tokens(output) == [2000]
     assert output.num_read == 2
-    assert rules.excluded_tokens([7, 8]) == [2000, 9]
+    assert sorted(words.excluded_tokens([7, 8])) == [9, 2000]
+
+
+def test_bad_words_take_the_memory_of_their_tokens() -> None:
+    draw = random.Random(1)
+    words = [[draw.randrange(300, 60_000) for _ in range(64)] for _ in range(1024)]
+    BadWords.create([(1, 2)])
+    tracemalloc.start()
+    try:
+        kept = BadWords.create(words)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept is not None
+    assert kept.excluded_tokens([5, *words[3][:-1]]) == [words[3][-1]]
+    assert num_bytes < 1024 * (4 * 63 + 200)
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -131,8 +152,30 @@ async def test_long_token_list_is_applied_before_first_step():
             assert [len(output.token_ids) for output in result.outputs] == [4] * 3
             first = members[0].token_rules
             assert first is not None
-            assert first.bad_words
+            assert first.bad_words is not None
             assert first.allowed_mask is not None
             assert not any(first.allowed_mask[i >> 3] >> (i & 7) & 1 for i in range(34, 127))
             assert all(member.token_rules is first for member in members)
             words = words[1:]  # The next list is not cached.
+
+
+async def test_rules_of_waiting_requests_count_once_for_equal_lists(monkeypatch):
+    def words(i: int) -> list[str]:
+        return [chr(0x1F300 + i) * 15 + chr(0x1F300 + j) for j in range(1024)]
+
+    monkeypatch.setattr(waiting_texts, "MAX_WAITING_TEXT_BYTES", 2**22)
+    async with ByteRig().engine() as engine:
+        await engine.generate("x", bad_words=words(0), max_tokens=1)
+        await engine.pause()
+        streams, num_admitted = [], []
+        for make_words in (lambda _: words(0), lambda i: words(i + 1)):
+            num_admitted.append(0)
+            with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
+                for i in range(30):
+                    streams.append(engine.stream("x", bad_words=make_words(i)))
+                    num_admitted[-1] += 1
+            for stream in streams:
+                stream.abort()
+            await until(lambda: not thread_of(engine).core.admission.waiting_texts)
+    # A list takes 143,360 bytes, and its rules count 786,432.
+    assert num_admitted == [23, 4]

@@ -37,7 +37,7 @@ class SamplingLimits:
         return (
             bool(sampling.logits_processors)
             or (logprobs is not None and not 0 <= logprobs <= self.max_logprobs)
-            or (token_rules is not None and bool(token_rules.bad_words))
+            or (token_rules is not None and token_rules.bad_words is not None)
         )
 
 

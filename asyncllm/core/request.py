@@ -80,7 +80,8 @@ class RequestGroup:
         raw_prompt: RawPrompt of a prompt that is not tokenised yet. None once it is tokenised, and
             once the group has ended, unless its engine died.
         num_text_bytes: memory of the texts and messages of ``raw_prompt``.
-        param_bytes: bytes of the grammar's text and of each list in ``sampling``, by object id.
+        param_bytes: bytes of the grammar's text, of the token rules, and of each list and dict in
+            ``sampling``, by object id.
             Several groups may share an object.
     """
 

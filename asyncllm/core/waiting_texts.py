@@ -6,7 +6,7 @@ from asyncllm.core.request import RequestGroup
 
 MAX_WAITING_TEXT_BYTES = 2**26
 """Maximum memory in bytes of the long texts of queued requests: prompts until they are tokenised,
-grammars, and lists of parameters. Requests without long texts are not refused for it."""
+grammars, and lists and dicts of parameters. Requests without long texts are not refused for it."""
 
 MIN_LONG_TEXT_BYTES = 2**14
 """Minimum size of a group's texts. Groups with fewer bytes are not counted."""

@@ -21,6 +21,7 @@ from asyncllm.core.output_processor import DetokenizerState
 from asyncllm.core.request import Request, RequestGroup
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.errors import ContextLengthExceededError
+from asyncllm.json_copier import JsonCopier
 from asyncllm.logits_processor import applicable_processors
 from asyncllm.runtime.delimiter_tokens import DelimiterTokens
 from asyncllm.runtime.loading import LoadedModel
@@ -56,6 +57,10 @@ and many requests with small lists would fill an event loop."""
 
 _CHARACTERS_PER_BAD_WORD = 16
 """Fixed cost of encoding a bad word, as the number of characters whose encoding takes as long."""
+
+_BYTES_PER_BAD_WORD, _BYTES_PER_BAD_WORD_BYTE = 256, 8
+"""Memory of a bad word's token rules, and of each byte of its UTF-8. A word may have a token per
+byte and two forms, and each token takes four bytes."""
 
 _BYTES_PER_INTEGER = 32
 """Size of an int or float object, in bytes."""
@@ -220,7 +225,7 @@ class InputProcessor:
             min_num_tokens: lower bound on the number of tokens of these characters.
         """
         group = request.group
-        group.param_bytes = _measure_params(request.sampling)
+        group.param_bytes = _measure_params(request)
         token_ids = encode(SHORT_TEXT_CHARACTERS)
         has_rules = request.token_rules is not None or not any(_token_rule_params(request.sampling))
         if token_ids is not None and has_rules:
@@ -492,8 +497,10 @@ def _token_rule_params(sampling: SamplingParams) -> _TokenRuleParams:
     return sampling.allowed_token_ids, tuple(sampling.bad_words)
 
 
-def _measure_params(sampling: SamplingParams) -> dict[int, int]:
-    """Estimate the bytes of the grammar's text and of each list in ``sampling``, by object id."""
+def _measure_params(request: Request) -> dict[int, int]:
+    """Estimate the bytes of a request's grammar text, token rules, and lists and dicts of
+    parameters, by object id. Rules that are yet to be made count with their words."""
+    sampling, rules = request.sampling, request.token_rules
     num_bytes: dict[int, int] = {}
     if sampling.structured_outputs is not None:
         text = sampling.structured_outputs.text
@@ -501,10 +508,20 @@ def _measure_params(sampling: SamplingParams) -> dict[int, int]:
     for texts in (sampling.stop, sampling.bad_words):
         if texts:
             num_bytes[id(texts)] = sum(map(sys.getsizeof, texts))
+    if words := sampling.bad_words:
+        num_word_bytes = len("".join(words).encode())
+        rules_id = id(words if rules is None else rules)
+        num_bytes[rules_id] = num_bytes.get(rules_id, 0) + (
+            _BYTES_PER_BAD_WORD * len(words) + _BYTES_PER_BAD_WORD_BYTE * num_word_bytes
+        )
     if ids := sampling.allowed_token_ids:
         num_bytes[id(ids)] = sys.getsizeof(ids) + _BYTES_PER_INTEGER * len(ids)
     # Twice: a request copies its stop token ids to a set, and a dict entry has two objects.
     for ids in (sampling.stop_token_ids, sampling.logit_bias):
         if ids:
             num_bytes[id(ids)] = 2 * (sys.getsizeof(ids) + _BYTES_PER_INTEGER * len(ids))
+    if sampling.extra_args:
+        counter = JsonCopier(sys.maxsize, sys.maxsize, sys.maxsize)
+        counter.copy(sampling.extra_args, is_parsed=True)  # ``SamplingParams`` has copied them.
+        num_bytes[id(sampling.extra_args)] = counter.num_bytes
     return num_bytes

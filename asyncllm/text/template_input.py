@@ -41,9 +41,6 @@ _MAX_WRITTEN_CHARACTERS = 2**19
 _ARGUMENTS_LOCATION = "messages: arguments of all tool calls"
 """Beginning of an error message about the arguments of all tool calls together."""
 
-_BYTES_PER_VALUE = 80
-"""Estimated bytes of each key, value and container of a conversation, in addition to strings."""
-
 MAX_CHARACTERS = 2**24
 """Maximum number of characters of all strings of a conversation, as many as a prompt may have. A
 string counts each time it occurs, because all are joined to be searched for special tokens."""
@@ -120,8 +117,7 @@ class TemplateInput:
         }
         self.texts = copier.texts
         self.num_characters = sum(map(len, self.texts)) + len(template or "")
-        self.num_bytes = sys.getsizeof(template) + sum(map(str.__sizeof__, self.texts))
-        self.num_bytes += _BYTES_PER_VALUE * copier.num_values
+        self.num_bytes = sys.getsizeof(template) + copier.num_bytes
 
     def with_changed_strings(
         self, change_string: Callable[[str], str], unchanged_names: Collection[str] = ()
@@ -166,8 +162,8 @@ class TemplateInputCopier:
         self.texts = self._copier.texts
 
     @property
-    def num_values(self) -> int:
-        return self._copier.num_values
+    def num_bytes(self) -> int:
+        return self._copier.num_bytes
 
     def copy_value(self, value: Any, location: str, param: str) -> Any:
         return self.copy_or_raise(lambda: self._copier.copy(value), location, param)

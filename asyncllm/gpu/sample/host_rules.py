@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from asyncllm.core.batch import SlotAssignment
-from asyncllm.core.token_rules import TokenRules
+from asyncllm.core.token_rules import BadWords
 from asyncllm.sampling_params import RequestLogitsProcessor
 from asyncllm.validation import describe
 
@@ -37,13 +37,13 @@ class HostSamplingRules:
     """A request's sampling parameters that are applied on the host.
 
     Attributes:
-        token_rules: the request's token rules; None if no bad word has several tokens.
+        bad_words: the request's bad words of several tokens; None without them.
         processors: the request's own logits processors, in order.
         request_with_processors: the request, with the engine's processors that apply to it; None
             if none of the engine's processors applies.
     """
 
-    token_rules: TokenRules | None = None
+    bad_words: BadWords | None = None
     processors: tuple[RequestLogitsProcessor, ...] = ()
     request_with_processors: RequestWithProcessors | None = None
 
@@ -54,9 +54,9 @@ def mask_bad_words(row: Tensor, rules: HostSamplingRules, output: np.ndarray) ->
     Args:
         output: ``[n]``, the output tokens so far.
     """
-    # An array is not a Sequence, but excluded_tokens needs only the array's length and items.
+    # An array is not a Sequence, but excluded_tokens needs only its length, items and slices.
     tokens: Any = output
-    if rules.token_rules is not None and (excluded := rules.token_rules.excluded_tokens(tokens)):
+    if rules.bad_words is not None and (excluded := rules.bad_words.excluded_tokens(tokens)):
         row[excluded] = -torch.inf
 
 

@@ -156,10 +156,10 @@ class SamplingState:
             raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")
         if update.rows:
             update.stages |= SamplingStages.TOKEN_CONSTRAINTS
-        if rules is not None and not rules.bad_words:
-            rules = None
-        if rules is not None or params.logits_processors:
-            self.host_rules[req_index] = HostSamplingRules(rules, tuple(params.logits_processors))
+        bad_words = None if rules is None else rules.bad_words
+        if bad_words is not None or params.logits_processors:
+            processors = tuple(params.logits_processors)
+            self.host_rules[req_index] = HostSamplingRules(bad_words, processors)
 
     def _set_penalties(self, update: LogitsTableUpdate, assignment: SlotAssignment) -> None:
         tokens = np.asarray(assignment.token_ids, dtype=np.int64)
