@@ -629,7 +629,7 @@ async def test_silent_bodies_hold_no_other_up(monkeypatch):
             answers = [await reader.read() for reader in silent[:2]]
         for answer in answers:
             assert b" 408 " in answer
-            assert b"less than 97 KiB came in 0.1 seconds, while other requests" in answer
+            assert b"less than 97 KiB came per 0.1 seconds, while other requests" in answer
         # Behind the last one nothing waits.
         assert not any(reader.at_eof() for reader in silent[3:])
 
@@ -1280,7 +1280,7 @@ async def test_silent_messages_hold_no_other_up(caplog, monkeypatch):
             await reader.readuntil(b'"response.completed"')
             reads = [asyncio.create_task(one.readuntil(b"others waited")) for one in silent]
             done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-            assert b"less than 97 KiB came in 0.1 seconds, while others" in done.pop().result()
+            assert b"less than 97 KiB came per 0.1 seconds, while others" in done.pop().result()
             for read in reads:
                 read.cancel()
             await asyncio.gather(*reads, return_exceptions=True)

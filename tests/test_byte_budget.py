@@ -133,7 +133,29 @@ def test_a_large_claim_is_received_in_as_many_checks_as_a_small_one(clock, is_in
     assert (num_received == num_bytes) == is_in_time
 
 
-def test_a_client_whose_bytes_wait_to_be_parsed_is_not_slow(clock):
+def test_a_client_whose_bytes_wait_to_be_parsed_is_not_slow_until_the_last_check(clock):
+    """So a body of tiny chunks, which waits for parse turns for as long as it lasts, does not hold
+    its bytes for longer than others."""
+    budget = ByteBudget(100)
+    held = budget.claim(100, lambda: None)
+    waiting = budget.claim(1, lambda: None)
+    assert not held.is_too_slow(0)
+    for _ in range(MAX_RATE_CHECKS - 1):
+        clock.now += RATE_CHECK_SECONDS
+        assert not held.is_too_slow(0, is_backlogged=True)
+    waiting.release()  # The checks begin anew when others wait again.
+    clock.now += RATE_CHECK_SECONDS
+    budget.claim(1, lambda: None)
+    assert not held.is_too_slow(0, is_backlogged=True)
+    for _ in range(MAX_RATE_CHECKS - 1):
+        clock.now += RATE_CHECK_SECONDS
+        assert not held.is_too_slow(0, is_backlogged=True)
+    clock.now += RATE_CHECK_SECONDS
+    assert held.is_too_slow(100, is_backlogged=True)
+
+
+@pytest.mark.parametrize("num_received", [0, MIN_BYTES_PER_RATE_CHECK])
+def test_a_client_that_was_spared_owes_the_bytes(clock, num_received):
     budget = ByteBudget(100)
     held = budget.claim(100, lambda: None)
     budget.claim(1, lambda: None)
@@ -141,4 +163,6 @@ def test_a_client_whose_bytes_wait_to_be_parsed_is_not_slow(clock):
     clock.now += RATE_CHECK_SECONDS
     assert not held.is_too_slow(0, is_backlogged=True)
     clock.now += RATE_CHECK_SECONDS
-    assert held.is_too_slow(0)
+    assert held.is_too_slow(num_received)
+    clock.now += RATE_CHECK_SECONDS
+    assert not held.is_too_slow(3 * MIN_BYTES_PER_RATE_CHECK)

@@ -152,7 +152,7 @@ class Exchange:
             is_backlogged = self._is_backlogged is not None and self._is_backlogged()
             if self._claim.is_too_slow(num_received, is_backlogged=is_backlogged):
                 raise _too_slow_error(
-                    f"less than {self._claim.min_bytes_per_check >> 10} KiB came in "
+                    f"less than {self._claim.min_bytes_per_check >> 10} KiB came per "
                     f"{RATE_CHECK_SECONDS:g} seconds, while other requests waited"
                 )
             with anyio.move_on_after(self._claim.seconds_until_check):

@@ -180,7 +180,7 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
             self._num_message_bytes(), is_backlogged=self._waits_for_parse_turn
         ):
             self._close_for_slow_message(
-                f"of a message less than {self._claim.min_bytes_per_check >> 10} KiB came in "
+                f"of a message less than {self._claim.min_bytes_per_check >> 10} KiB came per "
                 f"{RATE_CHECK_SECONDS:g} seconds, while others waited"
             )
         else:
