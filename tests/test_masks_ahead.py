@@ -443,7 +443,7 @@ def test_the_thread_rests_after_slow_masks_of_busy_engines() -> None:
         assert not should_rest or time.monotonic() >= thread._rests_until
 
 
-@pytest.mark.parametrize("how", ["aborted", "begun"])
+@pytest.mark.parametrize("how", ["aborted", "begun", "paused", "paused and resumed"])
 def test_outputs_of_a_grammar_not_known_to_be_quick_begin_in_turns(how: str) -> None:
     """An output occupies no slot until the mask thread has time for it."""
     rig = Rig()
@@ -462,12 +462,21 @@ def test_outputs_of_a_grammar_not_known_to_be_quick_begin_in_turns(how: str) -> 
     if how == "aborted":
         rig.core.abort(group)
         rig.steps(1)
+    if "paused" in how:  # With its group, whose other outputs may have begun.
+        rig.scheduler.pause(request)
+    if "resumed" in how:
+        rig.scheduler.resume(request)
+        rig.steps(1)
     blocker.set()
     thread = maker._thread
     thread.submit(None, lambda: (None, 0.0), rank=2).result(10)
     rig.steps(2)
-    assert rig.core.admission.num_live_requests == (how == "begun")
-    assert request.num_output_tokens == (how == "begun")
+    if how == "paused":
+        rig.scheduler.resume(request)
+        rig.steps(1)
+    assert rig.core.admission.num_live_requests == (how != "aborted")
+    assert (request.num_output_tokens > 0) == (how != "aborted")
+    assert len(rig.scheduler.running) == (how != "aborted")
     rig.core.abort(group)
     rig.steps(2)
     check_scheduler(rig.scheduler)

@@ -137,13 +137,13 @@ async def test_waiting_texts_count_by_their_memory(is_chat: bool) -> None:
 
 async def test_the_containers_of_waiting_conversations_count() -> None:
     async with fake_engine("xy", max_model_len=500) as engine:
-        message = {"role": "user", "content": "a" * 5000, "parts": [{} for _ in range(20_000)]}
+        message = {"role": "user", "content": "a" * 5000, "parts": [{} for _ in range(16_000)]}
         streams = []
         with held_up(engine):
             with pytest.raises(EngineOverloadedError, match="bytes of long texts"):
                 for _ in range(99):
                     streams.append(engine.chat([message], truncate_prompt_tokens=5))
-            assert len(streams) == 2**26 // (80 * 20_000)
+            assert len(streams) == 2**26 // (80 * 16_000)
             for stream in streams:
                 stream.abort()
 

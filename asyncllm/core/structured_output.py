@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from asyncllm.core.batch import GrammarMask
 from asyncllm.core.mask_thread import MaskResult, MaskThread
+from asyncllm.core.request import Status
 from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
 from asyncllm.structured.grammar import Grammar, GrammarMatcher, MaskSpeed
@@ -301,7 +302,7 @@ class MaskMaker:
             turn.add_done_callback(lambda _: self._send(self._start, request, start))
 
     def _start(self, request: Request, start: Callable[[Request], None]) -> None:
-        if not request.is_finished:
+        if request.status is Status.NEW:  # Else it has ended, or was paused with its group.
             start(request)
 
     def make_masks(

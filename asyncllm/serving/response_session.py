@@ -82,9 +82,14 @@ class ResponseSession:
             async with anyio.create_task_group() as self._tasks:
                 with contextlib.suppress(*DISCONNECT_ERRORS):
                     async for message in self.connection:
-                        error = None if self._is_closing else await self._handle_message(message)
-                        # Free the text: the client may read the error, or send more, much later.
+                        # Keep UTF-8 while the message waits for memory: one emoji makes a ``str``
+                        # four times as large.
+                        is_text = isinstance(message, str)
+                        data = message.encode("utf-8", "surrogatepass") if is_text else None
                         del message
+                        error = None if self._is_closing else await self._handle_message(data)
+                        # Free the data: the client may read the error, or send more, much later.
+                        del data
                         self.connection.release_message()
                         if error is not None:
                             await self._send_error(error)
@@ -98,8 +103,9 @@ class ResponseSession:
 
     # --- requests -----------------------------------------------------------------------
 
-    async def _handle_message(self, message: str | bytes) -> ProtocolError | None:
-        """Execute a message; returns the error to send, if any."""
+    async def _handle_message(self, message: bytes | None) -> ProtocolError | None:
+        """Execute a text message, as UTF-8; returns the error to send, if any. A binary message is
+        None."""
         try:
             await self._execute_message(message)
         except (ProtocolError, AsyncLLMError) as error:
@@ -108,11 +114,11 @@ class ResponseSession:
         self._num_consecutive_errors = 0
         return None
 
-    async def _execute_message(self, message: str | bytes) -> None:
-        if not isinstance(message, str):
+    async def _execute_message(self, message: bytes | None) -> None:
+        if message is None:
             raise ProtocolError("binary message: expected text", code="invalid_message")
         # Claim bytes before decoding: decoded, a message takes several times its length.
-        num_bytes = len(message.encode("utf-8", "surrogatepass"))
+        num_bytes = len(message)
         claim = await self.server_context.claim_body_bytes(num_bytes, self.owner)
         streams: list[TokenStream] = []
         try:
