@@ -130,6 +130,7 @@ REFUSED = [
     ({"prompt": [1] * 100_000}, "prompt"),
     ({"prompt": ["a"] * 257}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a", "b"], "n": 10**400}, "n"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"max_tokens": -1}, "max_tokens"),

@@ -304,9 +304,12 @@ def test_a_mask_in_the_making_outlives_its_slot(rig: SlowRig, depth: int, how: s
         rig.scheduler.pause(rig.request)
         rig.scheduler.resume(rig.request)
     check_scheduler(rig.scheduler)
-    threading.Timer(0.05, rig.matcher.gate.set).start()
     assert rig.request.status is Status.WAITING
-    rig.steps(3)
+    num_tokens = rig.neighbour.num_output_tokens
+    rig.steps(5)
+    # It is not admitted before the mask is made: a step would wait for it.
+    assert rig.request.status is Status.WAITING
+    assert rig.neighbour.num_output_tokens > num_tokens
     assert rig.finish() == expected(pipeline_depth=depth)
 
 
@@ -401,16 +404,19 @@ def test_slow_masks_change_no_output(
 
 def test_masks_take_turns_by_owner() -> None:
     """Of one owner, outputs that have begun come before those that have not."""
-    thread, gate, made = MaskThread(), threading.Event(), []
+    thread, began, gate, made = MaskThread(), threading.Event(), threading.Event(), []
 
     def mask_of(name: str) -> Any:
         def make() -> tuple[bytes | None, float]:
+            began.set()
             gate.wait(10)
             made.append(name)
             return b"", 0.0
 
         return make
 
+    thread.submit("c", mask_of("c"))
+    assert began.wait(10)
     results = [
         thread.submit("a", mask_of("a first")),
         thread.submit("a", mask_of("a beginning"), rank=1),
@@ -423,7 +429,7 @@ def test_masks_take_turns_by_owner() -> None:
     for result in results[:4]:
         result.result(10)
     thread.close()
-    assert made[1:] == ["b first", "a second", "a beginning"]
+    assert made == ["c", "a first", "b first", "a second", "a beginning"]
 
 
 def test_the_thread_rests_after_slow_masks_of_busy_engines() -> None:

@@ -49,6 +49,7 @@ class OutputGrammar(Protocol):
     implements it."""
 
     num_masks_ahead: int
+    awaits_mask: bool
 
     def advance(
         self, request: Request, token_id: int, finish_reason: FinishReason | None

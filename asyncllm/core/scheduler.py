@@ -460,7 +460,8 @@ class Scheduler:
             self.add(request)
         self._idle_requests.entries.pop(request, None)
         self.kv.free(request)
-        request.num_placeholders = 0
+        grammar = request.structured_output
+        request.num_placeholders = int(grammar is not None and grammar.awaits_mask)
         request.epoch += 1
 
     def _fail_too_large(self, request: Request, num_tokens: int) -> None:

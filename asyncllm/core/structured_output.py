@@ -46,6 +46,8 @@ class RequestGrammar:
         pending_token: the last token, if it waits for the next mask.
         next_mask: future of the next mask, which another thread makes; that thread owns the matcher
             until the mask is done.
+        awaits_mask: whether the request is not scheduled until the engine thread has learnt that
+            ``next_mask`` is done; it then has a placeholder, whatever becomes of its slot.
         num_delimiter_tokens: number of tokens of a possible reasoning delimiter that the matcher
             has followed; None if the grammar does not admit these tokens.
     """
@@ -59,6 +61,7 @@ class RequestGrammar:
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
     next_mask: Future[MaskResult] | None = field(init=False, default=None)
+    awaits_mask: bool = field(init=False, default=False)
     num_delimiter_tokens: int | None = field(init=False, default=0)
 
     @classmethod
@@ -342,7 +345,7 @@ class MaskMaker:
                     mask, seconds = self._make_mask(grammar, request)
                     waited += seconds
                     seconds = waited
-                else:  # The mask is done, unless the request was preempted while it was made.
+                else:
                     mask, seconds = grammar.next_mask.result()
                     grammar.next_mask = None
             except BaseException as error:  # A grammar backend's native code may panic.
@@ -393,10 +396,10 @@ class MaskMaker:
         grammar.next_mask = self._submit(request, partial(self._make_mask, grammar, request))
         if grammar.next_mask is None:
             return  # No thread can be started: the step makes the mask.
+        grammar.awaits_mask = True
         request.num_placeholders = 1
         self.num_pending_masks += 1
-        done = partial(self._send, self._on_mask_made, request, request.epoch)
-        grammar.next_mask.add_done_callback(lambda _, done=done: done())
+        grammar.next_mask.add_done_callback(lambda _: self._send(self._on_mask_made, request))
 
     def _submit(
         self, request: Request, make_mask: Callable[[], MaskResult], rank: int = 0
@@ -420,9 +423,10 @@ class MaskMaker:
         began = grammar.clock()
         return grammar.compute_mask(request), grammar.clock() - began
 
-    def _on_mask_made(self, request: Request, epoch: int) -> None:
+    def _on_mask_made(self, request: Request) -> None:
         self.num_pending_masks -= 1
-        if request.epoch == epoch:
+        if not request.is_finished:
+            _grammar_of(request).awaits_mask = False
             request.num_placeholders -= 1
 
     def _request_masks_ahead(self, request: Request) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio
 
 from asyncllm.outputs import Completion, Delta
+from asyncllm.sampling_params import INTEGER_FIELD_BOUNDS
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.client import ClientGoneError, task_group
 from asyncllm.serving.event_sender import (
@@ -77,7 +78,10 @@ async def handle_completion_request(
 
     submitted = await exchange.process_body(parse_and_submit_one)
     if isinstance(submitted, request_type):
-        num_outputs = submitted.num_prompts * submitted.num_outputs
+        # The engine refuses a larger ``n``.
+        num_outputs = submitted.num_prompts * min(
+            submitted.num_outputs, INTEGER_FIELD_BOUNDS["n"][1]
+        )
         job = partial(submit, submitted)
         submitted = await server_context.run_json_job(
             job, num_outputs * _BYTES_PER_OUTPUT, exchange
