@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import errno
 import functools
 import gc
 import hashlib
@@ -141,6 +142,23 @@ async def test_invalid_requests_are_refused(caplog):
             async with connected(server, data) as (reader, _):
                 line = await reader.readline()
             assert line.split(b" ")[1] == status, (data[:80], line)
+
+
+async def test_a_client_that_closes_behind_a_refused_body(caplog, monkeypatch):
+    """The server sees the end of the connection only when it closes its own side."""
+
+    def write_eof(transport):
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    async with attacked(caplog) as server:
+        transports = asyncio.selector_events._SelectorSocketTransport
+        monkeypatch.setattr(transports, "write_eof", write_eof)
+        async with connected(server) as (reader, writer):
+            writer.write(POST + b"Content-Length: 9000000\r\n\r\n" + b" " * 70_000)
+            assert b" 413 " in await reader.readline()
+        monkeypatch.undo()
+        await all_left(server)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_an_invalid_chunk_after_the_answer(caplog):

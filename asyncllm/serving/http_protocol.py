@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, ClassVar, cast
@@ -240,7 +241,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self._header_timer.stop()
         self._linger_timer.start()
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # The client has closed behind its request.
+                self.transport.write_eof()
         self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
