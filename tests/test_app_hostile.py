@@ -161,6 +161,16 @@ async def test_a_client_that_closes_behind_a_refused_body(caplog, monkeypatch):
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+async def test_an_invalid_chunk_of_a_head_request(caplog):
+    """Its answer has no body."""
+    head = b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    async with attacked(caplog) as server, connected(server) as (reader, writer):
+        writer.write(head)
+        answer = await reader.read()
+        assert b" 400 " in answer.splitlines()[0]
+        assert answer.endswith(b"\r\n\r\n")
+
+
 async def test_an_invalid_chunk_after_the_answer(caplog):
     head = POST.replace(b"chat", b"none") + b"Transfer-Encoding: chunked\r\n\r\n"
     async with attacked(caplog) as server, connected(server, head) as (reader, writer):

@@ -223,12 +223,15 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             ("connection", "close"),
             *more_headers,
         ]
+        cycle = None if self.cycle is None or self.cycle.response_complete else self.cycle
+        is_head_request = cycle is not None and cycle.scope["method"] == "HEAD"
         head = h11.Response(status_code=status, headers=fields, reason=HTTPStatus(status).phrase)
-        for part in (head, h11.Data(data=text.encode()), h11.EndOfMessage()):
+        body = h11.Data(data=b"" if is_head_request else text.encode())
+        for part in (head, body, h11.EndOfMessage()):
             self.transport.write(self.conn.send(part) or b"")
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.linger()
 
     def linger(self) -> None:
