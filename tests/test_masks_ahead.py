@@ -45,6 +45,7 @@ class SlowMatcher:
         self.slow_call = "bitmask"
         self.last_token: int | None = None
         self.error: BaseException | None = None
+        self.error_in_step: BaseException | None = None
         self.num_elsewhere = 0
         self.niceness: int | None = None
         self.ended = False
@@ -73,6 +74,8 @@ class SlowMatcher:
                 raise self.error
         elif self.slow:
             self.rig.now += self.seconds
+            if self.error_in_step is not None:
+                raise self.error_in_step
 
     def accept(self, token_id: int) -> bool:
         with self.alone():
@@ -249,6 +252,29 @@ def test_a_step_makes_one_slow_mask_of_a_grammar(depth: int, num_outputs: int) -
     assert waited[1] - waited[0] == pytest.approx(0.01)
     assert rig.core.stats().num_preemptions == num_outputs - 1
     assert all(matcher.num_elsewhere > 4 for matcher in matchers)
+
+
+def test_a_step_makes_one_failing_mask_of_a_grammar(depth: int) -> None:
+    """A mask beyond the limits of the parser takes longest."""
+    rig = Rig(pipeline_depth=depth)
+    group = rig.group(*[LENGTH] * 4)
+    requests, grammars, speed = list(group.members), [], known_quick()
+    for request in requests:
+        matcher = SlowMatcher(rig)
+        matcher.gate.set()
+        matcher.slow = False
+        request.structured_output = RequestGrammar(matcher, clock=rig.clock, mask_speed=speed)
+        grammars.append(matcher)
+    rig.steps(4)
+    began_at = rig.now
+    for matcher in grammars:
+        matcher.slow, matcher.error_in_step = True, ValueError("too complex")
+    rig.steps(depth)
+    assert rig.now - began_at == pytest.approx(0.01)
+    rig.steps(3)
+    assert all(request.is_finished for request in requests)
+    check_scheduler(rig.scheduler)
+    rig.core._mask_maker.close()
 
 
 def test_masks_of_a_new_grammar_are_made_ahead(depth: int) -> None:

@@ -339,6 +339,7 @@ class MaskMaker:
                 self._request_masks_ahead(request)
                 overdue.append(request)
                 continue
+            began = grammar.clock()
             try:
                 waited, grammar.accept_seconds = grammar.accept_seconds, 0.0
                 if grammar.next_mask is None:
@@ -350,14 +351,16 @@ class MaskMaker:
                     grammar.next_mask = None
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
+                total += grammar.clock() - began
+                speed.record(is_slow=True)  # A mask beyond the parser's limits takes longest.
                 continue
             total += waited
             if mask != b"" and not is_first:
                 speed.record(is_slow=seconds > limit * _SLOW_GRAMMAR_WAIT_FRACTION)
-            if seconds > limit * _SLOW_MASK_WAIT_FRACTION:
-                slow.append(row)
-            elif not speed.is_known_quick:
+            if not speed.is_known_quick:
                 rows_ahead.append(row)
+            elif seconds > limit * _SLOW_MASK_WAIT_FRACTION:
+                slow.append(row)
             elif grammar.num_masks_ahead:
                 self._decrement_num_masks_ahead(request, grammar)
             else:
@@ -368,10 +371,9 @@ class MaskMaker:
                 masks.rows.append(row)
                 masks.masks.append(mask)
         delays_others = total > limit and len(slow) < len(step.requests)
-        for row in slow:
-            grammar = _grammar_of(step.requests[row])
-            if delays_others or grammar.num_masks_ahead or not grammar.mask_speed.is_known_quick:
-                rows_ahead.append(row)
+        rows_ahead += [
+            row for row in slow if delays_others or _grammar_of(step.requests[row]).num_masks_ahead
+        ]
         if delays_others and len(batch.masked_rows) < len(step.requests):
             rows_ahead += _rows_beyond(limit, quick_waits)
         for row in rows_ahead:
