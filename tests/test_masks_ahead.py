@@ -365,7 +365,7 @@ def test_closing_waits_for_one_mask_and_drops_the_others(rig: SlowRig) -> None:
     rig.until_ahead()
     thread = rig.core._mask_maker._thread
     assert thread is not None
-    dropped = thread.submit(None, lambda: (None, 0.0))
+    dropped = thread.submit(None, lambda: (None, 0.0), None)
     threading.Timer(0.05, rig.matcher.gate.set).start()
     rig.core._mask_maker.close()
     assert rig.grammar.next_mask is not None
@@ -429,50 +429,62 @@ def test_slow_masks_change_no_output(
 
 
 def test_masks_take_turns_by_owner() -> None:
-    """Of one owner, outputs that have begun come before those that have not."""
+    """Quick masks come before slow ones, and outputs begin after their owner's slow masks."""
     thread, began, gate, made = MaskThread(), threading.Event(), threading.Event(), []
 
-    def mask_of(name: str) -> Any:
+    def submit(owner: str, name: str, speed: MaskSpeed | None) -> Any:
         def make() -> tuple[bytes | None, float]:
             began.set()
             gate.wait(10)
             made.append(name)
             return b"", 0.0
 
-        return make
+        return thread.submit(owner, make, speed)
 
-    thread.submit("c", mask_of("c"))
+    quick, slow, changed = MaskSpeed(), MaskSpeed(is_known_slow=True), MaskSpeed()
+    submit("c", "c", quick)
     assert began.wait(10)
     results = [
-        thread.submit("a", mask_of("a first")),
-        thread.submit("a", mask_of("a beginning"), rank=1),
-        thread.submit("a", mask_of("a second")),
-        thread.submit("b", mask_of("b first")),
-        thread.submit("b", mask_of("b second")),
+        submit("a", "a begins", None),
+        submit("a", "a slow", slow),
+        submit("a", "a slow meanwhile", changed),
+        submit("b", "b slow", slow),
+        submit("a", "a quick 1", quick),
+        submit("a", "a quick 2", quick),
+        submit("b", "b quick", quick),
+        submit("b", "cancelled", quick),
     ]
-    results[4].cancel()
+    changed.is_known_slow = True
+    results[-1].cancel()
     gate.set()
-    for result in results[:4]:
+    for result in results[:-1]:
         result.result(10)
     thread.close()
-    assert made == ["c", "a first", "b first", "a second", "a beginning"]
+    quick_ones = ["a quick 1", "b quick", "a quick 2"]
+    assert made[:4] == ["c", *sorted(quick_ones, key=made.index)]
+    assert set(made[:4]) == {"c", *quick_ones}
+    assert made.index("b quick") < made.index("a quick 2")
+    assert made[4:] == ["a slow", "b slow", "a slow meanwhile", "a begins"]
 
 
 def test_the_thread_rests_after_slow_masks_of_busy_engines() -> None:
     def slow_mask() -> tuple[bytes | None, float]:
-        until = time.thread_time() + 0.02
+        until = time.thread_time() + 0.1
         while time.thread_time() < until:
             pass
-        return b"", 0.02
+        return b"", 0.1
 
     for should_rest in (False, True):
         thread = MaskThread()
         thread.should_rest = should_rest
-        thread.submit(None, slow_mask).result(10)
-        thread.submit(None, lambda: (b"", 0.0)).result(10)
+        thread.submit(None, slow_mask, MaskSpeed()).result(10)
+        thread.submit(None, lambda: (b"", 0.0), MaskSpeed()).result(10)
+        has_made_quick_at = time.monotonic()
+        thread.submit(None, lambda: (b"", 0.0), MaskSpeed(is_known_slow=True)).result(10)
         thread.close()
         assert (thread._rests_until > 0.0) == should_rest
-        assert not should_rest or time.monotonic() >= thread._rests_until
+        # A quick mask does not wait for the end of the rest.
+        assert not should_rest or has_made_quick_at < thread._rests_until <= time.monotonic()
 
 
 @pytest.mark.parametrize("how", ["aborted", "begun", "paused", "paused and resumed"])
@@ -487,7 +499,7 @@ def test_outputs_of_a_grammar_not_known_to_be_quick_begin_in_turns(how: str) -> 
     request = group.members[0]
     maker = rig.core._mask_maker
     maker._thread = MaskThread()
-    maker._thread.submit(None, lambda: (None, float(blocker.wait(10))))
+    maker._thread.submit(None, lambda: (None, float(blocker.wait(10))), MaskSpeed())
     rig.core.on_add(group, [state])
     rig.steps(3)
     assert (request.status, len(rig.scheduler.running)) == (Status.NEW, 0)
@@ -501,7 +513,7 @@ def test_outputs_of_a_grammar_not_known_to_be_quick_begin_in_turns(how: str) -> 
         rig.steps(1)
     blocker.set()
     thread = maker._thread
-    thread.submit(None, lambda: (None, 0.0), rank=2).result(10)
+    thread.submit("last", lambda: (None, 0.0), None).result(10)
     rig.steps(2)
     if how == "paused":
         rig.scheduler.resume(request)

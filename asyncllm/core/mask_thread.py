@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from asyncllm.owner_lines import OwnerLines
+from asyncllm.structured.grammar import MaskSpeed
 from asyncllm.thread_priority import lower_thread_priority
 
 MaskResult = tuple[bytes | None, float]
@@ -28,15 +29,24 @@ With ``sleep(0)`` this thread often got the GIL back first."""
 
 @dataclass(slots=True, eq=False)
 class _MaskJob:
-    """A mask, or the beginning of an output, that waits for the thread."""
+    """A mask, or the beginning of an output, that waits for the thread.
+
+    Attributes:
+        speed: speed of the grammar's masks; None for the beginning of an output.
+    """
 
     owner: str | None
     make_mask: Callable[[], MaskResult]
+    speed: MaskSpeed | None
     result: Future[MaskResult] = field(default_factory=Future)
 
 
 class MaskThread:
-    """Thread that makes masks, one of each owner at a time. It has a low priority on Linux.
+    """Thread that makes masks, in turns by owner. It has a low priority on Linux.
+
+    Masks of grammars whose last mask was slow come after the others, and wait while the thread
+    rests. So a quick mask waits for one slow mask at most. Outputs begin after the masks of their
+    owner, and wait while the thread rests.
 
     Attributes:
         should_rest: whether to rest after slow masks, because other requests run.
@@ -44,47 +54,60 @@ class MaskThread:
 
     def __init__(self) -> None:
         self.should_rest = True
-        self._lines: OwnerLines[_MaskJob] = OwnerLines()
-        self._lock = threading.Lock()
+        self._quick_lines: OwnerLines[_MaskJob] = OwnerLines()
+        self._slow_lines: OwnerLines[_MaskJob] = OwnerLines()
+        self._condition = threading.Condition()
         self._executor = ThreadPoolExecutor(1, "asyncllm-masks", lower_thread_priority)
         self._rests_until = 0.0
 
     def submit(
-        self, owner: str | None, make_mask: Callable[[], MaskResult], rank: int = 0
+        self, owner: str | None, make_mask: Callable[[], MaskResult], speed: MaskSpeed | None
     ) -> Future[MaskResult]:
-        """Queue a mask.
-
-        Args:
-            rank: an owner's masks of smaller rank come first.
+        """Queue a mask, or the beginning of an output if ``speed`` is None.
 
         Raises:
             RuntimeError: if no thread can be started.
         """
-        job = _MaskJob(owner, make_mask)
-        with self._lock:
-            self._lines.push(owner, job, rank)
-        try:
-            self._executor.submit(self._make_next_mask)
-        except RuntimeError:
-            with self._lock:
-                self._lines.discard(owner, job)
-            raise
+        self._executor.submit(self._make_next_mask)
+        job = _MaskJob(owner, make_mask, speed)
+        with self._condition:
+            self._push(job)
+            self._condition.notify()
         return job.result
 
     def close(self) -> None:
         """Cancel the masks that were not begun, and wait for the mask being made."""
-        with self._lock:
-            for job in self._lines:
+        with self._condition:
+            for job in (*self._quick_lines, *self._slow_lines):
                 job.result.cancel()
         self._executor.shutdown(cancel_futures=True)
 
+    def _push(self, job: _MaskJob) -> None:
+        if job.speed is None:
+            self._slow_lines.push(job.owner, job, rank=1)
+        else:
+            lines = self._slow_lines if job.speed.is_known_slow else self._quick_lines
+            lines.push(job.owner, job)
+
+    def _take_next_job(self) -> _MaskJob | None:
+        """Remove and return the next job; None if none waits but for the end of a rest."""
+        while (job := self._quick_lines.peek()) is not None:
+            _remove(self._quick_lines, job)
+            if job.speed is None or not job.speed.is_known_slow:
+                return job
+            self._push(job)  # A mask of the same grammar was slow meanwhile.
+        job = self._slow_lines.peek()
+        if job is None or time.monotonic() < self._rests_until:
+            return None
+        _remove(self._slow_lines, job)
+        return job
+
     def _make_next_mask(self) -> None:
-        time.sleep(max(_GIL_YIELD_SECONDS, self._rests_until - time.monotonic()))
-        with self._lock:
-            job = self._lines.peek()
-            assert job is not None
-            self._lines.discard(job.owner, job)
-            self._lines.end_turn(job.owner)
+        time.sleep(_GIL_YIELD_SECONDS)
+        with self._condition:
+            while (job := self._take_next_job()) is None:
+                rest = self._rests_until - time.monotonic()
+                self._condition.wait(rest if rest > 0 else None)
         if not job.result.set_running_or_notify_cancel():
             return
         began = time.thread_time()
@@ -95,3 +118,9 @@ class MaskThread:
         seconds = time.thread_time() - began
         if self.should_rest and seconds > MIN_REST_MASK_SECONDS:
             self._rests_until = time.monotonic() + REST_TO_MASK_RATIO * seconds
+
+
+def _remove(lines: OwnerLines[_MaskJob], job: _MaskJob) -> None:
+    """Remove a job, and end its owner's turn."""
+    lines.discard(job.owner, job)
+    lines.end_turn(job.owner)

@@ -298,7 +298,7 @@ class MaskMaker:
         if _grammar_of(request).mask_speed.is_known_quick:
             start(request)
             return
-        turn = self._submit(request, lambda: (None, 0.0), rank=1)
+        turn = self._submit(request, lambda: (None, 0.0), None)
         if turn is None:
             start(request)
         else:
@@ -395,7 +395,8 @@ class MaskMaker:
     def make_mask_ahead(self, request: Request) -> None:
         """Submit a request's next mask to the thread, and do not schedule the request before."""
         grammar = _grammar_of(request)
-        grammar.next_mask = self._submit(request, partial(self._make_mask, grammar, request))
+        make_mask = partial(self._make_mask, grammar, request)
+        grammar.next_mask = self._submit(request, make_mask, grammar.mask_speed)
         if grammar.next_mask is None:
             return  # No thread can be started: the step makes the mask.
         grammar.awaits_mask = True
@@ -404,14 +405,14 @@ class MaskMaker:
         grammar.next_mask.add_done_callback(lambda _: self._send(self._on_mask_made, request))
 
     def _submit(
-        self, request: Request, make_mask: Callable[[], MaskResult], rank: int = 0
+        self, request: Request, make_mask: Callable[[], MaskResult], speed: MaskSpeed | None
     ) -> Future[MaskResult] | None:
-        """Queue a mask; returns None if no thread can be started."""
+        """Call ``MaskThread.submit``; returns None if no thread can be started."""
         if self._thread is None:
             self._thread = MaskThread()
         self._thread.should_rest = self._delays_others
         try:
-            return self._thread.submit(request.owner, make_mask, rank)
+            return self._thread.submit(request.owner, make_mask, speed)
         except RuntimeError:
             self._thread = None
             return None

@@ -102,9 +102,11 @@ class MaskSpeed:
 
     Attributes:
         num_quick_masks: number of quick masks since the last slow one.
+        is_known_slow: whether the last mask was slow.
     """
 
     num_quick_masks: int = 0
+    is_known_slow: bool = False
 
     @property
     def is_known_quick(self) -> bool:
@@ -112,6 +114,7 @@ class MaskSpeed:
 
     def record(self, *, is_slow: bool) -> None:
         self.num_quick_masks = 0 if is_slow else self.num_quick_masks + 1
+        self.is_known_slow = is_slow
 
 
 @dataclass(frozen=True, slots=True)
