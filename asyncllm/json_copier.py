@@ -197,7 +197,8 @@ class JsonCopier:
     def _copy_items_in_place(
         self, root: list[Any], depth: int, are_parsed: bool = False
     ) -> list[Any]:
-        """Replace the items of ``root``, a list at ``depth``, by copies; only count parsed ones."""
+        """Replace the items of ``root``, a list at ``depth``, by copies. Items that a JSON
+        parser has just made are only counted."""
         levels: list[_Level] = [([], [root])]
         tuple_places: list[tuple[Any, Any]] = []
         while any(levels[-1]):

@@ -123,7 +123,7 @@ class Admission:
     def _raise_if_full(
         self, shortage: tuple[str, int] | None, num_caller_queues_ahead: int | None
     ) -> None:
-        """Raise EngineOverloadedError if ``_find_shortage`` has returned a shortage."""
+        """Raise EngineOverloadedError for a ``shortage``, the result of ``_find_shortage``."""
         if shortage is not None:
             self.num_rejected += num_caller_queues_ahead is None
             reason, num_requests_ahead = shortage

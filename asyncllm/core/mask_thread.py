@@ -16,7 +16,7 @@ MaskResult = tuple[bytes | None, float]
 """A mask, or None if the output is complete, and the CPU seconds that it took."""
 
 MIN_REST_MASK_SECONDS = 0.001
-"""CPU seconds of a mask beyond which the thread rests after it."""
+"""Minimum CPU seconds of a mask after which the thread rests."""
 
 REST_TO_MASK_RATIO = 2
 """Rest after a mask, as a multiple of its duration. Masks take processor time, memory bandwidth and
@@ -29,7 +29,7 @@ With ``sleep(0)`` this thread often got the GIL back first."""
 
 @dataclass(slots=True, eq=False)
 class _MaskJob:
-    """A mask, or the beginning of an output, that waits for the thread.
+    """Queued mask, or queued beginning of an output.
 
     Attributes:
         speed: speed of the grammar's masks; None for the beginning of an output.
@@ -44,8 +44,8 @@ class _MaskJob:
 class MaskThread:
     """Thread that makes masks, in turns by owner. It has a low priority on Linux.
 
-    Masks of grammars whose last mask was slow come after the others, and wait while the thread
-    rests. So a quick mask waits for one slow mask at most. Outputs begin after the masks of their
+    Masks of grammars whose last mask was slow come after all others, and wait while the thread
+    rests. So another mask waits for at most one of them. Outputs begin after the masks of their
     owner, and wait while the thread rests.
 
     Attributes:
@@ -76,7 +76,7 @@ class MaskThread:
         return job.result
 
     def close(self) -> None:
-        """Cancel the masks that were not begun, and wait for the mask being made."""
+        """Cancel the queued masks, and wait until the current one is made."""
         with self._condition:
             for job in (*self._quick_lines, *self._slow_lines):
                 job.result.cancel()
@@ -90,7 +90,8 @@ class MaskThread:
             lines.push(job.owner, job)
 
     def _take_next_job(self) -> _MaskJob | None:
-        """Remove and return the next job; None if none waits but for the end of a rest."""
+        """Remove and return the next job; None if there is none, or if the thread has to rest
+        first."""
         while (job := self._quick_lines.peek()) is not None:
             _remove(self._quick_lines, job)
             if job.speed is None or not job.speed.is_known_slow:
@@ -121,6 +122,6 @@ class MaskThread:
 
 
 def _remove(lines: OwnerLines[_MaskJob], job: _MaskJob) -> None:
-    """Remove a job, and end its owner's turn."""
+    """Remove a job, and move its owner behind the other owners."""
     lines.discard(job.owner, job)
     lines.end_turn(job.owner)

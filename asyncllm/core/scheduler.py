@@ -443,7 +443,7 @@ class Scheduler:
     # --- preemption --------------------------------------------------------------------
 
     def preempt(self, request: Request) -> None:
-        """Free the request's blocks and slot. It is computed again later, from the tokens known."""
+        """Free a request's blocks and slot. Its known tokens are recomputed later."""
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.is_evicted = request.status is not Status.RUNNING

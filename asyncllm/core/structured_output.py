@@ -46,8 +46,9 @@ class RequestGrammar:
         pending_token: the last token, if it waits for the next mask.
         next_mask: future of the next mask, which another thread makes; that thread owns the matcher
             until the mask is done.
-        awaits_mask: whether the request is not scheduled until the engine thread has learnt that
-            ``next_mask`` is done; it then has a placeholder, whatever becomes of its slot.
+        awaits_mask: whether the request is not scheduled until the engine thread has been notified
+            that ``next_mask`` is done. Until then the request has a placeholder, even if it is
+            preempted.
         num_delimiter_tokens: number of tokens of a possible reasoning delimiter that the matcher
             has followed; None if the grammar does not admit these tokens.
     """
@@ -263,7 +264,8 @@ _SLOW_MASK_WAIT_FRACTION = 1 / 8
 """A mask is slow if it takes more than this fraction of the time that a step may wait for masks."""
 
 _SLOW_GRAMMAR_WAIT_FRACTION = 1 / 2
-"""A grammar is slow if one mask takes more than this fraction of that time."""
+"""A grammar is slow if one of its masks takes more than this fraction of the time that a step may
+wait for masks."""
 
 
 class MaskMaker:
@@ -393,7 +395,8 @@ class MaskMaker:
                 self.make_mask_ahead(request)
 
     def make_mask_ahead(self, request: Request) -> None:
-        """Submit a request's next mask to the thread, and do not schedule the request before."""
+        """Queue a request's next mask on the thread. The request is not scheduled until the mask is
+        made."""
         grammar = _grammar_of(request)
         make_mask = partial(self._make_mask, grammar, request)
         grammar.next_mask = self._submit(request, make_mask, grammar.mask_speed)

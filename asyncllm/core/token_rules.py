@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BadWords:
-    """Bad words of several tokens, grouped by their tokens before the last one.
+    """Bad words of several tokens, grouped by all tokens but the last.
 
     These tokens are kept in reverse order, as bytes of 32-bit integers: a tree of objects would
     take forty times the memory.
@@ -63,7 +63,7 @@ class BadWords:
         import numpy as np
 
         end = np.asarray(output[: -self.max_length - 1 : -1], np.int32).tobytes()
-        # All strings between a prefix of ``end`` and ``end`` itself start with that prefix.
+        # In sorted order, all strings from a prefix of ``end`` up to ``end`` start with it.
         index = bisect_right(self.beginnings, end) - 1
         while index >= 0 and not end.startswith(self.beginnings[index]):
             index = self.shorter[index]

@@ -59,8 +59,8 @@ _CHARACTERS_PER_BAD_WORD = 16
 """Fixed cost of encoding a bad word, as the number of characters whose encoding takes as long."""
 
 _BYTES_PER_BAD_WORD, _BYTES_PER_BAD_WORD_BYTE = 256, 8
-"""Memory of a bad word's token rules, and of each byte of its UTF-8. A word may have a token per
-byte and two forms, and each token takes four bytes."""
+"""Estimated memory of the token rules of a bad word: a constant, and bytes per UTF-8 byte of the
+word. A word is encoded in two forms, with up to a token per byte, and a token takes four bytes."""
 
 _BYTES_PER_INTEGER = 32
 """Size of an int or float object, in bytes."""
@@ -498,8 +498,12 @@ def _token_rule_params(sampling: SamplingParams) -> _TokenRuleParams:
 
 
 def _measure_params(request: Request) -> dict[int, int]:
-    """Estimate the bytes of a request's grammar text, token rules, and lists and dicts of
-    parameters, by object id. Rules that are yet to be made count with their words."""
+    """Estimate the memory of a request's parameters.
+
+    Returns the bytes of the grammar's text, of the token rules and of each list and dict, by object
+    id. If the token rules are not made yet, their estimated bytes are added to those of
+    ``bad_words``.
+    """
     sampling, rules = request.sampling, request.token_rules
     num_bytes: dict[int, int] = {}
     if sampling.structured_outputs is not None:

@@ -235,7 +235,7 @@ class TokenizerThreads:
     def submit(
         self, job: Callable[[int | None], bool], num_characters: int, owner: str | None = None
     ) -> None:
-        """Queue a job, in order of arrival among those of its owner. Errors are those of
+        """Queue a job behind the other jobs of its owner. Raises the errors of
         ``WorkerThread.submit``.
 
         Args:

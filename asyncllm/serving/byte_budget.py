@@ -19,9 +19,8 @@ MIN_BYTES_PER_RATE_CHECK = 1 << 16
 began to wait."""
 
 MAX_RATE_CHECKS = 4
-"""Number of checks within which a claim's bytes are received and parsed while other claims wait. So
-a large claim holds up others for about MAX_RATE_CHECKS * RATE_CHECK_SECONDS, as a small one
-does."""
+"""Number of checks after which all bytes of a claim have to be received and parsed, if other claims
+wait. So a claim of any size holds up others for about MAX_RATE_CHECKS * RATE_CHECK_SECONDS."""
 
 
 class ByteClaim:

@@ -38,8 +38,8 @@ messages in turns by owner; other servers ignore the key."""
 
 
 BACKLOG_EXTENSION = "asyncllm.backlog"
-"""ASGI extension of a server whose connections wait for parse turns: its ``is_waiting`` tells
-whether the client has sent more than was parsed, so that it is not the client that is slow."""
+"""Key of an ASGI extension with a function ``is_waiting``. The function returns whether the server
+has received bytes from the client that it has not parsed yet: then the client is not slow."""
 
 
 class Exchange:

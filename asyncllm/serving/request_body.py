@@ -75,8 +75,8 @@ def parse_json(data: bytes | str) -> dict[str, Any]:
 
 
 def _has_infinity(value: Any) -> bool:
-    """Whether a parsed JSON value contains an infinity, which the parser makes of 1e999. Answers
-    repeat values of a body, and JSON has no infinity."""
+    """Whether a parsed JSON value contains an infinite number. The parser returns infinity for
+    1e999. Answers repeat values of a body, and JSON has no infinity."""
     level = [value]
     while level:
         types = set(map(type, level))

@@ -60,8 +60,8 @@ class ResponseObject:
 
     @property
     def num_repeated_bytes(self) -> int:
-        """Bytes of the fields that every JSON of the response repeats. They may be more than the
-        request's own JSON: ``1e15`` is written with all its zeros."""
+        """Bytes of the request's fields as the response's JSON repeats them. They may be more than
+        in the request: ``1e15`` is written with all its zeros."""
         return len(self._constant_json)
 
     def to_json(

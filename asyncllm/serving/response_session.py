@@ -104,8 +104,11 @@ class ResponseSession:
     # --- requests -----------------------------------------------------------------------
 
     async def _handle_message(self, message: bytes | None) -> ProtocolError | None:
-        """Execute a text message, as UTF-8; returns the error to send, if any. A binary message is
-        None."""
+        """Execute a message; returns the error to send, if any.
+
+        Args:
+            message: text message as UTF-8; None for a binary message, which is an error.
+        """
         try:
             await self._execute_message(message)
         except (ProtocolError, AsyncLLMError) as error:

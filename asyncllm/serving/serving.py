@@ -209,8 +209,8 @@ class ServingContext:
         return _claim_at_once(self.answer_budget, num_bytes)
 
     def claim_conversation_bytes(self, num_bytes: int) -> ByteClaim:
-        """Reserve memory for the conversation of a response. The caller releases the claim once
-        the client has read the answer.
+        """Reserve ``num_bytes`` of the conversation budget for a response. The caller releases the
+        returned claim once the client has read the answer.
 
         Raises:
             ProtocolError: if the conversations of other responses leave too few bytes.

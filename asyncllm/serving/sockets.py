@@ -27,8 +27,9 @@ DISCONNECT_EXTENSION = "asyncllm.disconnect"
 connection. The application sees a ``websocket.disconnect`` only in its next ``receive``."""
 
 RELEASE_EXTENSION = "asyncllm.release"
-"""ASGI extension of a server that bounds the memory of long messages. Its ``release`` tells the
-server that the application has freed the last one; else that counts until the next ``receive``."""
+"""Key of an ASGI extension with a function ``release``. The application calls the function once it
+has freed the last message. Without the call, the message counts as memory in use until the next
+``receive``."""
 
 
 class WebSocketConnection:
@@ -76,7 +77,7 @@ class WebSocketConnection:
 
     async def __aiter__(self) -> AsyncIterator[str | bytes]:
         """Yield messages until either side closes the connection. No message is kept in memory
-        here, neither while it is handled nor while the next one is awaited."""
+        by this iterator, neither during its handling nor during the wait for the next one."""
         while (message := await self._receive())["type"] != "websocket.disconnect":
             if message["type"] == "websocket.receive":
                 yield _pop_data(message)

@@ -108,7 +108,7 @@ def make_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
 
 
 def with_first_mask(grammar: Grammar) -> Grammar:
-    """Copy of a grammar with its first mask, which is the same for all outputs.
+    """Copy a grammar and add its first mask, which is the same for all outputs.
 
     The first mask of a grammar takes longest to compute. Here no batch waits for it.
 

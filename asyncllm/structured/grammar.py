@@ -98,7 +98,7 @@ class GrammarMemoryBound:
 
 @dataclass(slots=True, eq=False)
 class MaskSpeed:
-    """Record of how quick a grammar's masks are, of all its outputs together.
+    """Record of the speed of a grammar's masks, for all its outputs together.
 
     Attributes:
         num_quick_masks: number of quick masks since the last slow one.
