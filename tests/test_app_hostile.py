@@ -926,6 +926,62 @@ async def test_outputs_do_not_repeat_a_long_prompt_without_end(monkeypatch):
                     assert answer.json()["error"]["param"] == "echo"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echoed_prompts_are_bounded_until_they_are_read(stream):
+    """A whole answer counts once, and not as its prompts too."""
+    engine = AsyncLLMEngine(num_blocks=64)
+    fields = {"truncate_prompt_tokens": 1, "max_tokens": 2, "echo": True, "n": 2, "stream": stream}
+    long = fields | {"prompt": ["x" * 50_000] * 4}
+    size = 2 * 4 * 50_000
+    async with served_app(engine) as server, asyncio.timeout(60):
+        serving = server._server.config.app._server_context
+        budget = serving.answer_budget = ByteBudget(2 * size + 3000)
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+
+            def post(fields):
+                return asyncio.create_task(client.post("/v1/completions", json=fields))
+
+            await engine.pause()
+            answers = [post(long), post(long)]
+            await until(lambda: budget._num_free_bytes == 3000, 10)
+            assert (await post(long)).status_code == 429
+            short = post(fields | {"prompt": "x" * 30_000})
+            await engine.resume()
+            assert (await short).status_code == 200
+            assert [(await answer).text.count("x" * 50_000) for answer in answers] == [8, 8]
+            assert budget._num_free_bytes == 2 * size + 3000
+            serving.answer_budget = ByteBudget(size + 3000)
+            assert (await post(long)).status_code == 200
+
+
+async def test_echoed_prompts_are_kept_as_utf8():
+    """One emoji makes a ``str`` four times as large."""
+    engine = AsyncLLMEngine(num_blocks=64)
+    prompts = [f"{EMOJI_TEXT}{index}" for index in range(20)]
+    fields = {"truncate_prompt_tokens": 1, "max_tokens": 1, "echo": True, "prompt": prompts}
+    body = json.dumps(fields, ensure_ascii=False).encode()
+    async with served_app(engine) as server, asyncio.timeout(60):
+        budget = server._server.config.app._server_context.large_body_budget
+        async with httpx.AsyncClient(base_url=url_of(server), timeout=50) as client:
+            await client.post("/v1/completions", content=body)
+            await engine.pause()
+            gc.collect()
+            tracemalloc.start()
+            try:
+                answer = asyncio.create_task(client.post("/v1/completions", content=body))
+                await until(lambda: engine.stats().num_waiting == len(prompts), 20)
+                await until(lambda: budget._num_free_bytes == budget._num_bytes, 20)
+                num_bytes = tracemalloc.get_traced_memory()[0]
+            finally:
+                tracemalloc.stop()
+            await engine.resume()
+            choices = (await answer).json()["choices"]
+    assert [
+        choice["text"][: len(prompt)] for choice, prompt in zip(choices, prompts, strict=True)
+    ] == prompts
+    assert num_bytes < 3_000_000
+
+
 async def test_outputs_that_wait_together_are_not_one_long_write(monkeypatch):
     sent, send = [], EventSender.send
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,6 +13,7 @@ import anyio
 
 from asyncllm.outputs import Completion, Delta
 from asyncllm.sampling_params import INTEGER_FIELD_BOUNDS
+from asyncllm.serving.byte_budget import ByteClaim
 from asyncllm.serving.choices_writer import ChoicesWriter
 from asyncllm.serving.client import ClientGoneError, task_group
 from asyncllm.serving.event_sender import (
@@ -27,6 +28,7 @@ from asyncllm.serving.sampling_fields import ChoicesRequest
 from asyncllm.serving.serving import (
     MIN_LARGE_JSON_BYTES,
     MIN_WORKER_JSON_BYTES,
+    WRITE_PARSE_SPEED_RATIO,
     ServingContext,
 )
 from asyncllm.stream import TokenStream
@@ -59,15 +61,16 @@ async def handle_completion_request(
         writer_type: makes a writer from the model's name, the request and the tokenizer.
     """
 
-    num_logprobs_bytes = 0
+    num_logprobs_bytes = num_echoed_bytes = 0
 
     def submit(request: RequestT) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
-        nonlocal num_logprobs_bytes
+        nonlocal num_logprobs_bytes, num_echoed_bytes
         model = server_context.resolve_model_name(request.model)
         streams = request.submit(
             server_context.engine, server_context.request_options(exchange.owner)
         )
         num_logprobs_bytes = server_context.max_packed_logprobs_bytes(request)
+        num_echoed_bytes = request.num_echoed_bytes
         return request.stream, streams, writer_type(model, request, server_context.engine.tokenizer)
 
     def parse_and_submit_one(body: bytes) -> Any:
@@ -89,24 +92,22 @@ async def handle_completion_request(
         del job  # It refers to the prompts, which may take megabytes.
     is_streamed, streams, writer = submitted
     exchange.release_body(untokenized_streams=streams)
-    try:
+    with ExitStack() as held:
+        for stream in streams:
+            held.callback(stream.close)
         # Claim on this thread, because budgets belong to the event loop, and only now, because the
         # engine has checked the request: an invalid request must not take memory from others.
         claim = server_context.claim_packed_logprobs_bytes(num_logprobs_bytes)
-    except ProtocolError:
-        for stream in streams:
-            stream.close()
-        raise
-    try:
+        held.callback(claim.release)
+        echo_claim = server_context.claim_answer_bytes(num_echoed_bytes)
+        held.callback(echo_claim.release)
         if is_streamed:
             async with open_event_sender(
                 server_context, exchange, streams, writer.first_chunks().encode(), _error_event
             ) as sender:
                 await _send_chunks(server_context, streams, writer, exchange, sender)
         else:
-            await _send_full_answer(server_context, exchange, streams, writer)
-    finally:
-        claim.release()
+            await _send_full_answer(server_context, exchange, streams, writer, echo_claim)
 
 
 def _error_event(error: ProtocolError) -> bytes:
@@ -118,8 +119,13 @@ async def _send_full_answer(
     exchange: Exchange,
     streams: Sequence[TokenStream],
     writer: ChoicesWriter,
+    echo_claim: ByteClaim,
 ) -> None:
-    """Send a whole answer. If ProtocolError or AsyncLLMError is raised, nothing was sent."""
+    """Send a whole answer. If ProtocolError or AsyncLLMError is raised, nothing was sent.
+
+    Args:
+        echo_claim: claim for the prompts that the answer repeats.
+    """
     completion_of: dict[TokenStream, Completion] = {}
 
     async def read(stream: TokenStream) -> None:
@@ -146,7 +152,9 @@ async def _send_full_answer(
                 _check_answer_size(num_bytes)
         return b"".join(parts)
 
-    answer = await server_context.run_json_job(write, num_logprobs_bytes, exchange)
+    num_bytes = num_logprobs_bytes + echo_claim.num_bytes // WRITE_PARSE_SPEED_RATIO
+    answer = await server_context.run_json_job(write, num_bytes, exchange)
+    echo_claim.release()  # ``respond`` claims the whole answer, which has the prompts now.
     await exchange.respond(200, answer)
 
 

@@ -16,10 +16,18 @@ from asyncllm.validation import MAX_INTEGER, argument_error, value_error
 MAX_PROMPTS = 256
 MAX_ECHOED_CHARACTERS = 1 << 20
 """Maximum number of prompt characters that an answer with ``echo`` repeats: all prompts count once
-for each output but the first. A token id counts as four characters."""
+for each output but the first. A token id counts as BYTES_PER_TOKEN characters."""
+
+BYTES_PER_TOKEN = 4
+"""Typical number of bytes of a token's text."""
 
 DEFAULT_MAX_TOKENS = 16
 """Value of ``max_tokens`` for a request that leaves it out, as in OpenAI's protocol."""
+
+
+def encode_text(text: str) -> bytes:
+    """Encode a text as UTF-8. JSON can spell lone surrogates, which are kept."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _get_prompt_tag(value: Any) -> str:
@@ -81,9 +89,18 @@ class CompletionRequest(ChoicesRequest):
         num_tokens = num_outputs * min(self._num_tokens_to_generate, max_model_len)
         for prompt in self.prompts if self.echo else ():
             # A text has at most as many tokens as bytes, but for a few such as BOS.
-            ids = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else prompt
+            ids = encode_text(prompt) if isinstance(prompt, str) else prompt
             num_tokens += min(len(ids), max_model_len)
         return num_tokens
+
+    @property
+    def num_echoed_bytes(self) -> int:
+        if not self.echo:
+            return 0
+        return self.num_outputs * sum(
+            len(encode_text(prompt)) if isinstance(prompt, str) else BYTES_PER_TOKEN * len(prompt)
+            for prompt in self.prompts
+        )
 
     @property
     def _num_tokens_to_generate(self) -> int:
@@ -98,7 +115,8 @@ class CompletionRequest(ChoicesRequest):
             raise value_error("min_tokens", self.min_tokens, "at most max_tokens=0")
         if self.echo and self.num_outputs > 1:
             num_characters = sum(
-                len(prompt) * (1 if isinstance(prompt, str) else 4) for prompt in self.prompts
+                len(prompt) * (1 if isinstance(prompt, str) else BYTES_PER_TOKEN)
+                for prompt in self.prompts
             )
             if (self.num_outputs - 1) * num_characters > MAX_ECHOED_CHARACTERS:
                 problem = f"{self.num_outputs} outputs would repeat {num_characters} characters"

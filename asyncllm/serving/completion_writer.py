@@ -8,7 +8,7 @@ from typing import Any
 from asyncllm.outputs import Completion, CompletionOutput, Delta, TokenLogprobs, Usage
 from asyncllm.serving.answers import TokenUsage
 from asyncllm.serving.choices_writer import ChoicesWriter
-from asyncllm.serving.completion_request import CompletionRequest
+from asyncllm.serving.completion_request import CompletionRequest, encode_text
 from asyncllm.serving.exchange import encode_json
 from asyncllm.serving.token_logprobs import (
     LEGACY_BYTES_PER_ENTRY,
@@ -37,9 +37,12 @@ class CompletionWriter(ChoicesWriter):
         prompts = request.prompts
         num_choices = len(prompts) * request.num_outputs
         self._unechoed_choices = set(range(num_choices)) if request.echo else set[int]()
-        self._echoed_texts = [
-            prompt if request.echo and isinstance(prompt, str) else None for prompt in prompts
-        ]
+        # Keep UTF-8: one emoji makes a ``str`` four times as large.
+        self._unechoed_texts = {
+            index: encode_text(prompt)
+            for index, prompt in enumerate(prompts)
+            if request.echo and isinstance(prompt, str)
+        }
         self._logprobs = [
             None if top is None else LegacyLogprobFormatter(tokenizer.id_to_text_and_bytes, top)
             for _ in range(num_choices)
@@ -49,9 +52,7 @@ class CompletionWriter(ChoicesWriter):
         usage = self._count_usage(delta, first_choice_index, stream)
         echoes = first_choice_index + delta.index in self._unechoed_choices
         choice = self._make_choice(delta, first_choice_index, stream)
-        if echoes and self._unechoed_choices.isdisjoint(
-            range(first_choice_index, first_choice_index + self._num_outputs)
-        ):
+        if echoes and self._has_echoed(first_choice_index // self._num_outputs):
             stream._drop_prompt_logprobs()
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
@@ -101,7 +102,15 @@ class CompletionWriter(ChoicesWriter):
         }
 
     def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
-        text = self._echoed_texts[prompt_index]
-        if text is not None:
-            return text
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        """Text of a prompt, which is freed once the prompt's last output has begun."""
+        text = self._unechoed_texts.get(prompt_index)
+        if text is None:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        if self._has_echoed(prompt_index):
+            del self._unechoed_texts[prompt_index]
+        return text.decode("utf-8", "surrogatepass")
+
+    def _has_echoed(self, prompt_index: int) -> bool:
+        """Whether all outputs of a prompt have begun with the prompt."""
+        first, count = prompt_index * self._num_outputs, self._num_outputs
+        return self._unechoed_choices.isdisjoint(range(first, first + count))

@@ -25,6 +25,7 @@ from asyncllm.serving.response_store import (
 )
 from asyncllm.serving.serving import (
     MIN_WORKER_JSON_BYTES,
+    WRITE_PARSE_SPEED_RATIO,
     ServingContext,
 )
 from asyncllm.serving.token_logprobs import BYTES_PER_ENTRY, num_logprobs_bytes
@@ -33,10 +34,6 @@ from asyncllm.stream import TokenStream
 CONVERT_PARSE_SPEED_RATIO = 32
 """Bytes of a conversation (by ``estimate_memory_bytes``) that are converted to chat messages in the
 time of parsing one byte of JSON. A short message of about 360 bytes takes 3 microseconds."""
-
-WRITE_PARSE_SPEED_RATIO = 10
-"""Bytes of JSON that are written in the time of parsing one byte. The ratio is for estimating the
-cost of events that repeat the request's texts and tools."""
 
 SendEvents = Callable[[Iterable[ResponseEvent]], Awaitable[None]]
 

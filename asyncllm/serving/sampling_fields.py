@@ -184,6 +184,11 @@ class ChoicesRequest(SamplingFields):
         return 1 if self.n is None else self.n
 
     @property
+    def num_echoed_bytes(self) -> int:
+        """Approximate number of bytes of the prompts that the answer repeats."""
+        return 0
+
+    @property
     def chunks_with_usage(self) -> Literal["none", "end", "each chunk"]:
         """Which chunks of a stream have ``usage``."""
         options = self.stream_options

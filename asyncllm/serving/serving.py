@@ -33,6 +33,10 @@ MIN_WORKER_JSON_BYTES = 4096
 """JSON of at least this many bytes is read or written on a worker thread, so that the event loop
 does not wait. A byte takes up to a quarter of a microsecond."""
 
+WRITE_PARSE_SPEED_RATIO = 10
+"""Bytes of JSON that are written in the time of parsing one byte. The ratio is for estimating the
+cost of answers that repeat a request's texts and tools."""
+
 MIN_LARGE_JSON_BYTES = 1 << 16
 """JSON of at least this many bytes counts in ``large_body_budget`` and ``answer_budget``."""
 
