@@ -549,14 +549,17 @@ class AsyncLLMEngine(UncopyableHandle):
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
     ) -> str:
         """Text of up to 524,288 token ids; ids outside the vocabulary have no text. Long lists are
-        decoded on a worker thread.
+        checked and decoded on a worker thread, and must not change until then.
 
         Raises:
             InvalidRequestError: for anything but integers from 0 to 2**32 - 1.
             EngineClosedError: if the engine is not started, or closed.
         """
         prompts = self._require_input_processor().prompts
-        length, decode = prompts.prepare_detokenize(token_ids, skip_special_tokens)
+        decode = partial(prompts.detokenize, token_ids, skip_special_tokens)
+        length = LONG_TEXT_CHARACTERS
+        with contextlib.suppress(Exception):  # An iterator has no length.
+            length = len(token_ids)
         if length < LONG_TEXT_CHARACTERS:
             return decode()
         return await prompts.tokenizer_threads.long_thread.call(decode, length)

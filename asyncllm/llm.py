@@ -235,7 +235,7 @@ class LLM(UncopyableHandle):
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """``AsyncLLMEngine.detokenize`` in the calling thread, with its arguments and errors."""
         prompts = self.engine._require_input_processor().prompts
-        return prompts.prepare_detokenize(token_ids, skip_special_tokens)[1]()
+        return prompts.detokenize(token_ids, skip_special_tokens)
 
     def _complete_batch(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from asyncllm import AsyncLLMEngine, EngineClosedError, InvalidRequestError
 from asyncllm.runtime.worker_thread import WorkerThread
 from asyncllm.testing import fake_engine, fake_llm
 from tests.refusals import refused
+from tests.test_worker_thread import blocked
 
 HELLO = [{"role": "user", "content": "Hé"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -85,6 +87,18 @@ async def test_only_long_work_leaves_the_loop_thread(
         await engine.tokenize([{"role": "user", "content": "a" * 513}])
         await engine.detokenize([65] * 4096)
         assert len(calls) == 3
+
+
+async def test_a_long_list_of_tokens_is_read_in_its_turn() -> None:
+    """The event loop does not wait for the check, and waiting calls hold no copies."""
+    token_ids = [65] * 5000
+    async with fake_engine("x") as engine:
+        go = blocked(engine._require_input_processor().prompts.tokenizer_threads.long_thread)
+        calls = [asyncio.create_task(engine.detokenize(ids)) for ids in (token_ids, iter([65]))]
+        await asyncio.sleep(0)
+        token_ids[0] = 66
+        go()
+        assert await asyncio.gather(*calls) == ["B" + "A" * 4999, "A"]
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,11 @@ class PromptEncoder:
             raise self.too_long_error(min_tokens, "at least ")
         return len(text), partial(self.encode_text, text, special is not False)
 
-    def prepare_detokenize(
-        self, token_ids: Any, skip_special_tokens: bool
-    ) -> tuple[int, Callable[[], str]]:
-        """Check the arguments of ``AsyncLLMEngine.detokenize``; returns the number of tokens and a
-        function that decodes them."""
+    def detokenize(self, token_ids: Any, skip_special_tokens: bool) -> str:
+        """Check the arguments of ``AsyncLLMEngine.detokenize``, and decode the tokens."""
         skip = check.boolean("skip_special_tokens", skip_special_tokens)
         ids = check.token_ids("token_ids", token_ids, 2**32)
-        return len(ids), partial(self.loaded_model.tokenizer.decode, ids, skip_special_tokens=skip)
+        return self.loaded_model.tokenizer.decode(ids, skip_special_tokens=skip)
 
     def encode_text(
         self, text: str, add_special_tokens: bool, max_characters: int | None

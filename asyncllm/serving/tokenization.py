@@ -108,5 +108,4 @@ def detokenize(server_context: ServingContext, body: bytes, _: int | None) -> by
         problem = f"has {len(request.tokens)} ids, expected at most {max_ids}, the context's length"
         raise argument_error("tokens", problem)
     prompts = server_context.engine._require_input_processor().prompts
-    _, decode = prompts.prepare_detokenize(request.tokens, False)
-    return to_json(DetokenizeResponse(prompt=decode()))
+    return to_json(DetokenizeResponse(prompt=prompts.detokenize(request.tokens, False)))
