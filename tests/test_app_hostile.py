@@ -1258,16 +1258,20 @@ async def test_packed_log_probabilities_of_all_answers_are_bounded(is_streamed):
         serving = app._server_context
         budget = serving.packed_logprobs_budget
         assert budget._num_bytes == (1 << 27) + 64 * 1000 * BYTES_OF_20
-        claimed, claim = [], budget.claim
+        asked, claimed, has_room, claim = [], [], budget.has_room, budget.claim
+        budget.has_room = lambda num_bytes: asked.append(num_bytes) or has_room(num_bytes)
         budget.claim = lambda *args: claimed.append(args[0]) or claim(*args)
         url, transport = "http://127.0.0.1", httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             for path, fields, num_bytes in LOGPROBS_REQUESTS:
                 fields = fields | {"stream": is_streamed}
-                claimed.clear()
+                asked.clear()
                 held = claim(budget._num_bytes - num_bytes + 1, lambda: None)
+                num_requests = engine.stats().num_requests
                 refused = await client.post(path, json=fields)
-                assert (refused.status_code, claimed) == (429, [num_bytes]), (path, fields)
+                assert (refused.status_code, asked) == (429, [num_bytes]), (path, fields)
+                if path != "/v1/responses":  # Many outputs are refused before they are submitted.
+                    assert engine.stats().num_requests == num_requests
                 assert refused.json()["error"]["code"] == "server_overloaded"
                 await until(lambda: not engine.stats().num_waiting + engine.stats().num_running)
                 short = {"prompt": "x", "max_tokens": 200, "logprobs": 20, "stream": is_streamed}

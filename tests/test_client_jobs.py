@@ -48,6 +48,7 @@ JOBS = pytest.mark.parametrize(
         (CHAT, SMALL, json_worker),
         ("/v1/responses", PADDING + b'{"input": "1"}', json_worker),
         ("/v1/completions", {"prompt": ["1"] * 64, "max_tokens": 1}, json_worker),
+        ("/v1/completions", {"prompt": "1", "n": 64, "max_tokens": 1}, json_worker),
         ("/tokenize", {"prompt": "1 " * 5000}, text_thread),
         ("/detokenize", {"tokens": [65] * 5000}, text_thread),
     ],

@@ -129,6 +129,10 @@ class ByteBudget:
         """Number of claims that wait."""
         return len(self._lines)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a claim would be granted at once. Any thread may call this."""
+        return not self._lines and min(num_bytes, self._num_bytes) <= self._num_free_bytes
+
     def claim(
         self, num_bytes: int, on_grant: Callable[[], object], owner: str | None = None
     ) -> ByteClaim:

@@ -30,6 +30,7 @@ from asyncllm.serving.serving import (
     MIN_WORKER_JSON_BYTES,
     WRITE_PARSE_SPEED_RATIO,
     ServingContext,
+    check_room,
 )
 from asyncllm.stream import TokenStream
 
@@ -62,33 +63,38 @@ async def handle_completion_request(
     """
 
     num_logprobs_bytes = num_echoed_bytes = 0
+    # The budget belongs to the event loop, so make it here.
+    logprobs_budget = server_context.packed_logprobs_budget
 
     def submit(request: RequestT) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
         nonlocal num_logprobs_bytes, num_echoed_bytes
         model = server_context.resolve_model_name(request.model)
+        num_logprobs_bytes = server_context.max_packed_logprobs_bytes(request)
+        num_echoed_bytes = request.num_echoed_bytes
+        # Many outputs take milliseconds to submit, even if they are refused afterwards.
+        check_room(logprobs_budget, num_logprobs_bytes)
+        check_room(server_context.answer_budget, num_echoed_bytes)
         streams = request.submit(
             server_context.engine, server_context.request_options(exchange.owner)
         )
-        num_logprobs_bytes = server_context.max_packed_logprobs_bytes(request)
-        num_echoed_bytes = request.num_echoed_bytes
         return request.stream, streams, writer_type(model, request, server_context.engine.tokenizer)
 
-    def parse_and_submit_one(body: bytes) -> Any:
+    def submit_bytes(request: RequestT) -> int:
+        """Bytes of JSON that are parsed in the time of submitting the request."""
+        num_outputs = min(request.num_outputs, INTEGER_FIELD_BOUNDS["n"][1])  # More are refused.
+        return request.num_prompts * num_outputs * _BYTES_PER_OUTPUT
+
+    def parse_and_submit_small(body: bytes) -> Any:
         request = request_type.parse(parse_json(body), server_context.unsupported_fields)
-        if request.num_prompts == 1 or len(body) >= MIN_WORKER_JSON_BYTES:
+        is_on_worker = len(body) >= MIN_WORKER_JSON_BYTES
+        if is_on_worker or submit_bytes(request) < MIN_WORKER_JSON_BYTES:
             return submit(request)
         return request
 
-    submitted = await exchange.process_body(parse_and_submit_one)
+    submitted = await exchange.process_body(parse_and_submit_small)
     if isinstance(submitted, request_type):
-        # The engine refuses a larger ``n``.
-        num_outputs = submitted.num_prompts * min(
-            submitted.num_outputs, INTEGER_FIELD_BOUNDS["n"][1]
-        )
         job = partial(submit, submitted)
-        submitted = await server_context.run_json_job(
-            job, num_outputs * _BYTES_PER_OUTPUT, exchange
-        )
+        submitted = await server_context.run_json_job(job, submit_bytes(submitted), exchange)
         del job  # It refers to the prompts, which may take megabytes.
     is_streamed, streams, writer = submitted
     exchange.release_body(untokenized_streams=streams)

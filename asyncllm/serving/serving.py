@@ -301,12 +301,14 @@ class ServingContext:
             )
 
 
-def _claim_at_once(budget: ByteBudget, num_bytes: int) -> ByteClaim:
-    """Claim bytes of a budget for an answer, or raise ProtocolError. Fewer than
-    MIN_LARGE_JSON_BYTES do not count."""
-    claim = budget.claim(num_bytes if num_bytes >= MIN_LARGE_JSON_BYTES else 0, lambda: None)
-    if not claim.is_granted:
-        claim.release()
+def check_room(budget: ByteBudget, num_bytes: int) -> None:
+    """Check whether an answer can claim bytes of a budget. Fewer than MIN_LARGE_JSON_BYTES do not
+    count. Any thread may call this.
+
+    Raises:
+        ProtocolError: if the answers that clients have not read leave too few bytes.
+    """
+    if num_bytes >= MIN_LARGE_JSON_BYTES and not budget.has_room(num_bytes):
         raise ProtocolError(
             "too many long answers and conversations are under way, until their clients have read "
             "the answers; ask again later",
@@ -314,7 +316,12 @@ def _claim_at_once(budget: ByteBudget, num_bytes: int) -> ByteClaim:
             status=429,
             headers={"Retry-After": "1"},
         )
-    return claim
+
+
+def _claim_at_once(budget: ByteBudget, num_bytes: int) -> ByteClaim:
+    """Claim bytes of a budget for an answer; raises ProtocolError like ``check_room``."""
+    check_room(budget, num_bytes)
+    return budget.claim(num_bytes if num_bytes >= MIN_LARGE_JSON_BYTES else 0, lambda: None)
 
 
 async def _wait_for_claim(budget: ByteBudget, num_bytes: int, owner: str) -> ByteClaim:
