@@ -40,11 +40,15 @@ class DetokenizerState:
     Attributes:
         decode: converts a whole list of token ids to text.
         detokenizer: None until the prompt is known, because the output's first characters may
-            depend on the prompt's last tokens.
+            depend on the prompt's last tokens. An output after its group's first has none before
+            its first token.
+        make_detokenizer: makes a detokenizer for a prompt; set with the prompt, for the first
+            member of a group.
     """
 
     decode: Callable[[Sequence[int]], str]
     detokenizer: Detokenizer | None = None
+    make_detokenizer: Callable[[Sequence[int]], Detokenizer] | None = None
 
 
 class OutputProcessor:
@@ -84,7 +88,8 @@ class OutputProcessor:
                 group.notifier.notify_first_token()
         channel = group.channel
         try:
-            text = self._detokenize(request, request.output.detokenizer, token_id)
+            detokenizer = request.output.detokenizer or _make_detokenizer(request)
+            text = self._detokenize(request, detokenizer, token_id)
         except BaseException as error:  # A Rust panic in the tokenizer is a BaseException.
             self.fail(group, as_request_error(group, error))
             return
@@ -260,7 +265,8 @@ class OutputProcessor:
         """End a request whose grammar is complete, without another token."""
         self._scheduler.finish(request, "stop")
         try:
-            text = request.output.detokenizer.finish()
+            detokenizer: Detokenizer | None = request.output.detokenizer
+            text = "" if detokenizer is None else detokenizer.finish()
         except BaseException as error:
             self.fail(request.group, as_request_error(request.group, error))
             return
@@ -337,6 +343,15 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
         return error  # pyright: ignore[reportReturnType]  # narrows by isinstance only
     message = f"request {group.request_id!r} failed: {describe(error)}"
     return with_cause(RequestError(message), error)
+
+
+def _make_detokenizer(request: Request) -> Detokenizer:
+    """Make the detokenizer of an output after its group's first."""
+    assert request.first_member is not None
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    detokenizer = request.first_member.output.make_detokenizer(prompt)
+    request.output.detokenizer = detokenizer
+    return detokenizer
 
 
 def _remaining_text(request: Request) -> str:

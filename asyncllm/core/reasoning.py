@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +27,10 @@ class ReasoningTracker:
     may_begin: bool
     only_at_start: bool = False
     _recent_tokens: list[int] = field(default_factory=list)
+
+    def copy(self) -> ReasoningTracker:
+        """Make a tracker in the same state, for another output."""
+        return replace(self, _recent_tokens=self._recent_tokens.copy())
 
     def next_begin_token(self) -> int | None:
         """Next token of ``begin``, if the output may still open reasoning; else None."""

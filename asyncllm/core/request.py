@@ -237,7 +237,7 @@ class Request:
             self.stop_token_ids = frozenset((*sampling.stop_token_ids, *self.eos_token_ids))
         else:  # Share the set among the outputs: it may be as large as the vocabulary.
             self.stop_token_ids = self.first_member.stop_token_ids
-        if sampling.prompt_logprobs is not None:
+        if sampling.prompt_logprobs is not None and self.first_member is None:
             self.prompt_logprobs = []
         if self.token_ids:
             self.set_prompt(self.token_ids)
@@ -253,6 +253,14 @@ class Request:
             limit = self.num_prompt_tokens + self.sampling.max_tokens
             self.max_total_tokens = min(limit, self.max_model_len)
         self.run_ahead_end = 0 if self.needs_host else self.max_total_tokens
+
+    def begin(self) -> None:
+        """Make the request's own parameters and its own copy of the prompt, at its first admission.
+        Until then it shares those of its group's first member: an output may end before it runs."""
+        first = self.first_member
+        if first is not None and self.sampling is first.sampling:
+            self.sampling = first.sampling.of_output(self.index)
+            self.token_ids = self.token_ids.copy()
 
     @property
     def num_output_tokens(self) -> int:

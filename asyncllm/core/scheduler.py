@@ -285,6 +285,7 @@ class Scheduler:
         request.req_index = self._free_req_indices.pop()
         self.running[request] = None
         if request.first_scheduled_at is None:
+            request.begin()
             self.num_prompt_tokens += request.num_prompt_tokens
         return True
 

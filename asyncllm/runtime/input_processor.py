@@ -263,7 +263,6 @@ class InputProcessor:
         submission = Submission(request, call_arguments, num_tokens, parser, num_characters)
         if request.sampling.n > 1:
             submission.make_members = partial(self._make_members, request)
-            submission.complete_members = partial(self._complete_members, request, parser)
         return submission
 
     def _max_prompt_tokens(self, request: Request) -> int | None:
@@ -413,7 +412,8 @@ class InputProcessor:
         return request
 
     def _make_members(self, first: Request) -> None:
-        """Make a group's members after the first, without their parameters and prompt."""
+        """Make a group's members after the first; they share its parameters and its prompt until
+        each of them runs."""
         for _ in range(1, first.sampling.n):
             Request(
                 first.group,
@@ -426,22 +426,16 @@ class InputProcessor:
                 claiming_processors=first.claiming_processors,
                 output=DetokenizerState(first.output.decode),
                 first_member=first,
+                token_rules=first.token_rules,
+                needs_host=first.needs_host,
             )
-
-    def _complete_members(self, first: Request, parser: MessageParser | None) -> None:
-        """Give the members of a group after the first their parameters, token rules and prompt."""
-        members = first.group.members[1:]
-        for index, member in enumerate(members, 1):
-            member.sampling = first.sampling.of_output(index)
-            member.prompt_logprobs = None  # Only the first output has them.
-        self._set_token_rules(members, first.token_rules)
-        if first.token_ids and members:
-            self._give_prompt(members, first.token_ids, parser)
+        if first.token_ids:
+            _share_prompt(first)
 
     def _set_prompt(
         self, request: Request, token_ids: list[int], parser: MessageParser | None = None
     ) -> None:
-        """Set the prompt of a group's members, and make a detokenizer for each."""
+        """Set the prompt of a group's members."""
         if not token_ids:
             raise check.argument_error("prompt", "has no tokens, expected at least one")
         if (num_kept := self._max_prompt_tokens(request)) is not None and len(token_ids) > num_kept:
@@ -454,14 +448,7 @@ class InputProcessor:
             # A tokenizer may know more tokens than the model has embeddings.
             accepted = f"tokens that the model has, 0 to {vocab_size - 1}"
             raise check.value_error("prompt", max(token_ids), accepted)
-        # A group that has ended meanwhile has dropped its members.
-        self._give_prompt(request.group.members or [request], token_ids, parser)
-
-    def _give_prompt(
-        self, members: Sequence[Request], token_ids: list[int], parser: MessageParser | None
-    ) -> None:
-        """Set the checked prompt of members of a group, and make a detokenizer for each."""
-        tokenizer, sampling = self.loaded_model.tokenizer, members[0].sampling
+        tokenizer, sampling = self.loaded_model.tokenizer, request.sampling
         detokenizer_options: dict[str, Any] = {}
         if sampling.stop:
             detokenizer_options["stop"] = StopStrings(sampling.stop)
@@ -470,17 +457,19 @@ class InputProcessor:
             detokenizer_options["visible_ids"] = delimiters.special_ids
             end = tokenizer.decode(token_ids[-_ANSWER_SEARCH_TOKENS:], skip_special_tokens=False)
             parser.answer_begin = parser.syntax.answer_prefix_in_prompt(end)
-            for member in members:
-                grammar = member.sampling.structured_outputs
-                member.reasoning = delimiters.make_reasoning_tracker(parser.syntax, end, grammar)
-        for member in members:
-            member.output.detokenizer = (
-                tokenizer.detokenizer(member.sampling, token_ids, **detokenizer_options)
-                if sampling.detokenize
-                else NullDetokenizer()
+            request.reasoning = delimiters.make_reasoning_tracker(
+                parser.syntax, end, sampling.structured_outputs
             )
-            # Each owns its list; the first may keep the given one.
-            member.set_prompt(token_ids if member.first_member is None else token_ids.copy())
+        output: DetokenizerState = request.output
+        output.make_detokenizer = (
+            partial(tokenizer.detokenizer, sampling, **detokenizer_options)
+            if sampling.detokenize
+            else NullDetokenizer.of_prompt
+        )
+        # The first member's is made here, so that a prompt that cannot be decoded is refused.
+        output.detokenizer = output.make_detokenizer(token_ids)
+        request.set_prompt(token_ids)
+        _share_prompt(request)
 
     def _find_delimiter_tokens(self, syntax: ChatSyntax) -> DelimiterTokens:
         """Token ids of the delimiters of reasoning and tool calls; cached, because every
@@ -490,6 +479,16 @@ class InputProcessor:
             delimiters = DelimiterTokens.of(syntax, self.loaded_model.tokenizer)
             self._delimiter_tokens[syntax] = delimiters
         return delimiters
+
+
+def _share_prompt(first: Request) -> None:
+    """Set the prompt of a group's members after the first: one copy for all until they run."""
+    members = first.group.members[1:]  # Empty if the group has ended meanwhile.
+    token_ids = first.token_ids.copy() if members else []
+    for member in members:
+        member.set_prompt(token_ids)
+        if first.reasoning is not None:
+            member.reasoning = first.reasoning.copy()
 
 
 def _token_rule_params(sampling: SamplingParams) -> _TokenRuleParams:

@@ -58,8 +58,6 @@ class Submission:
         observers: observers of this request, beside those of its engine.
         stream: stream to continue with this request after a failed attempt; None makes a stream.
         make_members: makes the group's members after the first; None once that is done.
-        complete_members: gives these members their parameters and prompt; None once that is done.
-            It takes milliseconds and memory, so it is called once they have a place in the queue.
     """
 
     request: Request
@@ -71,7 +69,6 @@ class Submission:
     observers: tuple[Observer, ...] = ()
     stream: TokenStream | None = None
     make_members: Callable[[], None] | None = field(init=False, default=None)
-    complete_members: Callable[[], None] | None = field(init=False, default=None)
     notifier: ObserverNotifier | None = field(init=False, default=None)
     _members: list[Request] = field(init=False, default_factory=list)
 
@@ -217,9 +214,6 @@ class Submitter:
     def start(self, submission: Submission) -> None:
         """Second half of ``enqueue``: begin a request that has a place in the queue and a stream.
         If Ctrl-C interrupts an Observer's ``on_submit``, the dropped stream aborts the request."""
-        complete_members, submission.complete_members = submission.complete_members, None
-        if complete_members is not None:
-            complete_members()
         if submission.notifier is not None:
             submission.notifier.notify_submit(RequestInfo(*submission.call))
         core, request, group = self.core, submission.request, submission.request.group

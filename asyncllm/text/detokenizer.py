@@ -246,6 +246,11 @@ class NullDetokenizer:
     def finish(self) -> str:
         return ""
 
+    @classmethod
+    def of_prompt(cls, token_ids: Sequence[int]) -> NullDetokenizer:
+        """Make one for an output of any prompt."""
+        return cls()
+
     @staticmethod
     def decode(token_ids: Sequence[int]) -> str:
         """Return an empty text, whatever the tokens."""
