@@ -233,14 +233,20 @@ class _MutableDelta:
     __slots__ = tuple(field.name for field in fields(Delta))
 
     def __init__(
-        self, token_id: int, text: str, logprobs: TokenLogprobs | None, index: int
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        index: int,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        finish_reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
     ) -> None:
         self.text = text
-        self.token_ids = (token_id,)
+        self.token_ids = token_ids
         self.index = index
-        self.logprobs = None if logprobs is None else (logprobs,)
-        self.finish_reason = None
-        self.stop_reason = None
+        self.logprobs = logprobs
+        self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
         self.usage = None
         self.reasoning = ""
         self.tool_calls = ()
@@ -250,7 +256,21 @@ def make_token_delta(
     token_id: int, text: str, logprobs: TokenLogprobs | None, index: int = 0
 ) -> Delta:
     """Make a delta of one token, the usual case."""
-    delta: Any = _MutableDelta(token_id, text, logprobs, index)
+    delta: Any = _MutableDelta(text, (token_id,), index, None if logprobs is None else (logprobs,))
+    delta.__class__ = Delta
+    return delta
+
+
+def make_last_delta(
+    text: str,
+    token_ids: tuple[int, ...],
+    index: int,
+    logprobs: tuple[TokenLogprobs, ...] | None,
+    finish_reason: FinishReason | None,
+    stop_reason: str | int | None,
+) -> Delta:
+    """Make the last delta of an output while other outputs of its request continue."""
+    delta: Any = _MutableDelta(text, token_ids, index, logprobs, finish_reason, stop_reason)
     delta.__class__ = Delta
     return delta
 

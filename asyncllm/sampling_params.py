@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Self
 
 from asyncllm import validation as check
@@ -201,11 +203,11 @@ class SamplingParams:
             self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def __copy__(self) -> Self:
-        # Several times as fast as ``copy`` with the methods that ``dataclass`` generates for frozen
-        # instances with slots.
-        copied = object.__new__(type(self))
-        for name in self.__dataclass_fields__:
-            copied._set_field(name, getattr(self, name))
+        # Many times as fast as ``copy`` with the methods that ``dataclass`` generates for frozen
+        # instances with slots: the loop runs in C.
+        copied, names = object.__new__(type(self)), self.__dataclass_fields__
+        values = map(getattr, repeat(self), names)
+        deque(map(object.__setattr__, repeat(copied), names, values), maxlen=0)
         return copied
 
     def _check_greedy(self) -> None:

@@ -225,7 +225,7 @@ def test_rate_halves_every_five_seconds(clock):
         clock.now += 2.5
         assert refused(admission).retry_after == pytest.approx(2**0.5 / expected)
         clock.now -= 2.5
-        admission.remove_from_queue(one.members[0])
+        admission.remove_from_queue(one.members[:1])
         expected += 0.6931 / 5.0
         admission.forget_group(one)
 
@@ -235,8 +235,8 @@ def test_leaving_twice_counts_once(clock):
     one, other = request("a"), request("b")
     admission.reserve(one, 30)
     admission.reserve(other, 60)
-    admission.remove_from_queue(one.members[0])
-    admission.remove_from_queue(one.members[0])
+    admission.remove_from_queue(one.members[:1])
+    admission.remove_from_queue(one.members[:1])
     admission.forget_group(one)
     assert (len(admission.queued_requests), admission.num_live_requests) == (1, 1)
     # Of the 100 tokens 60 are taken, and the rate is that of one departure.
@@ -288,7 +288,7 @@ def test_a_prompt_is_corrected_only_while_it_is_queued(clock):
     admission.reserve(other, 10)
     admission.correct_estimate(one, 70)
     assert "80 prompt tokens are queued" in str(refused(admission, 21))
-    admission.remove_from_queue(one.members[0])
+    admission.remove_from_queue(one.members[:1])
     admission.correct_estimate(one, 10_000)
     admission.reserve(request("c"), 90)
     assert "100 prompt tokens are queued" in str(refused(admission, 1))
@@ -445,7 +445,7 @@ def test_every_text_gets_its_place_and_no_free_place_waits_for_one(clock, seed):
                 admission.forget_group(group)
             else:
                 admission.correct_estimate(group, 1)
-                admission.remove_from_queue(group.members[0])
+                admission.remove_from_queue(group.members[:1])
         queued += [group for group, future in waiting.items() if future.done()]
         waiting = {group: future for group, future in waiting.items() if not future.done()}
         assert len(queue) == len(waiting)

@@ -19,11 +19,13 @@ from asyncllm import (
     SamplingParams,
 )
 from asyncllm.callbacks import stream_with_callbacks
+from asyncllm.core.admission import Admission
 from asyncllm.observer import outputs_of
 from asyncllm.outputs import CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor, fake_engine
 from asyncllm.testing.fake_executor import hash_pair
+from asyncllm.text.tokenizer import Tokenizer
 from tests.core_rig import Rig
 from tests.fakes import channel_of, core_of, fake, text_of
 from tests.idle import all_free, until
@@ -194,6 +196,7 @@ async def test_hashes_of_the_prompt_are_taken_from_the_first_output():
         hashes = first.extend_hashes(4)
         assert len(hashes) == 2
         assert second.extend_hashes(4) == hashes
+        second.begin()
         second.token_ids.append(5)
         assert len(second.extend_hashes(4)) == 3
         assert len(hashes) == 2
@@ -202,6 +205,62 @@ async def test_hashes_of_the_prompt_are_taken_from_the_first_output():
         assert third.extend_hashes(4) == hashes[:2]
         stream.close()
         await engine.resume()
+
+
+@pytest.mark.parametrize("long", [False, True])
+async def test_an_output_that_never_runs_has_no_copies(long, monkeypatch):
+    """Three of eight outputs get a slot; the prompt of a long text is set on a worker thread."""
+    derived, detokenizers = [], []
+    derive, make = SamplingParams.of_output, Tokenizer.detokenizer
+    monkeypatch.setattr(
+        SamplingParams, "of_output", lambda params, i: derived.append(i) or derive(params, i)
+    )
+    monkeypatch.setattr(
+        Tokenizer,
+        "detokenizer",
+        lambda *args, **options: detokenizers.append(1) or make(*args, **options),
+    )
+    rig = seeded(max_num_seqs=3, **({"max_model_len": 6000, "num_blocks": 4000} if long else {}))
+    async with rig.engine() as engine:
+        await engine.pause()
+        stream = engine.stream("ab " * (3000 if long else 3), n=8, max_tokens=200)
+        await until(lambda: stream.prompt_token_ids is not None)
+        first, *others = members = stream._group.members
+        await until(lambda: others[-1].num_prompt_tokens == first.num_prompt_tokens)
+        assert (derived, len(detokenizers)) == ([], 1)
+        assert {id(member.sampling) for member in members} == {id(first.sampling)}
+        assert len({id(member.token_ids) for member in members}) == 2
+        prompt = list(first.token_ids)
+        await engine.resume()
+        tokens = [set() for _ in members]
+        while not all(tokens[:3]):
+            delta = await anext(stream)
+            tokens[delta.index].update(delta.token_ids)
+        stream.close()
+        await all_free(engine)
+    assert (derived, len(detokenizers)) == ([1, 2], 3)
+    assert [member.sampling.seed for member in members[:3]] == [
+        first.sampling.of_output(i).seed for i in range(3)
+    ]
+    assert {tuple(member.token_ids) for member in members[3:]} == {tuple(prompt)}
+    assert len({id(member.token_ids) for member in members}) == 4
+
+
+async def test_an_abort_frees_the_places_of_all_outputs_at_once(monkeypatch):
+    advanced = []
+    advance = Admission._advance_caller_queues
+    monkeypatch.setattr(
+        Admission, "_advance_caller_queues", lambda self: advanced.append(1) or advance(self)
+    )
+    async with seeded(max_num_seqs=2).engine() as engine:
+        await engine.pause()
+        stream = engine.stream(PROMPT, n=200, max_tokens=9)
+        advanced.clear()
+        stream.close()
+        await all_free(engine)
+        assert engine.stats().num_waiting == 0
+        # Once for the outputs that end before the last, and once for the last.
+        assert len(advanced) == 2
 
 
 async def test_outputs_end_one_by_one_and_the_stream_with_the_last():

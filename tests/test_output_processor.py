@@ -85,7 +85,7 @@ class Rig:
             requests=lambda: [m for group in self.groups for m in group.unfinished_requests],
         )
         admission = SimpleNamespace(
-            mark_member_ended=self.left.append, forget_group=self.forgotten.append
+            mark_members_ended=self.left.extend, forget_group=self.forgotten.append
         )
         self.processor = OutputProcessor(scheduler, admission, lambda: self.now)
 

@@ -163,7 +163,7 @@ def the_queue_takes_everything(patch):
 
 
 def places_are_never_given_back(patch):
-    patch.setattr(Admission, "remove_from_queue", lambda self, request: None)
+    patch.setattr(Admission, "_remove_queued", lambda self, requests: False)
 
 
 # --- 6 ----------------------------------------------------------------------------------

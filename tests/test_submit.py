@@ -15,9 +15,9 @@ from asyncllm import (
     EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
-    SamplingParams,
 )
 from asyncllm.core import waiting_texts
+from asyncllm.core.request import Request
 from tests.event_loops import run as run  # a fixture
 from tests.fakes import entered, fake, fake_group
 from tests.idle import until
@@ -347,12 +347,12 @@ async def test_a_text_that_waits_for_room_holds_up_no_short_prompt(is_group, mon
 async def test_a_refused_request_for_many_outputs_makes_only_its_first(is_group, monkeypatch):
     made = []
 
-    def of_output(params, index):
-        made.append(index)
-        return derive(params, index)
+    def note_index(request):
+        initialise(request)
+        made.extend([request.index] * (request.index > 0))
 
-    derive = SamplingParams.of_output
-    monkeypatch.setattr(SamplingParams, "of_output", of_output)
+    initialise = Request.__post_init__
+    monkeypatch.setattr(Request, "__post_init__", note_index)
     rig = fake_group(2) if is_group else fake()
     async with rig.engine(max_queued_requests=20) as engine:
         await engine.pause()
@@ -376,7 +376,7 @@ async def test_a_refused_request_for_many_outputs_makes_only_its_first(is_group,
         waiting = asyncio.create_task(engine.submit([1, 2], n=6, max_tokens=2))
         queue = engine._queue if is_group else engine._thread.core.admission
         await until(lambda: len(queue.caller_queue) == 1)
-        assert made == []  # A call that waits for a place makes the others when it has one.
+        assert made == [*range(1, 6)]
         await engine.resume()
         for one in (stream, *others, await waiting):
             outputs = (await one.result()).outputs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -314,41 +314,54 @@ class Admission:
             group.num_text_bytes = 0
         self._advance_caller_queues()
 
-    def remove_from_queue(self, request: Request) -> None:
-        """Remove a request from the queue, because it was scheduled for the first time or has
-        ended. Updates the rate at which the queue drains, an exponential average with a half-life
-        of 5 s."""
+    def remove_from_queue(self, requests: Sequence[Request]) -> None:
+        """Remove requests of any groups from the queue, because they were scheduled for the first
+        time."""
         with self._lock:
-            num_tokens = self.queued_requests.pop(request, None)
-            if num_tokens is None:
-                return
-            self.waiting_texts.remove(request.group)
-            self._count_queued(request.owner, -1, -num_tokens)
-            now = self._clock()
-            decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
-            self._drain_rate = self._drain_rate * decay + 0.6931 / _RATE_HALF_LIFE_SECONDS
-            self._drain_rate_at = now
-        self._advance_caller_queues()
+            any_removed = self._remove_queued(requests)
+        if any_removed:
+            self._advance_caller_queues()
 
-    def mark_member_ended(self, request: Request) -> None:
-        """Count a request as ended while other members of its group go on."""
-        self.remove_from_queue(request)
+    def mark_members_ended(self, members: Sequence[Request]) -> None:
+        """Count members as ended while other members of their group go on."""
         with self._lock:
-            self._ended_members.add(request)
+            any_removed = self._remove_queued(members)
+            self._ended_members.update(members)
+        if any_removed:
+            self._advance_caller_queues()
 
     def forget_group(self, group: RequestGroup) -> None:
         """Remove a group that has ended, and free its id unless a later group already uses it."""
-        for request in group.members:
-            self.remove_from_queue(request)
         with self._lock:
-            if self._live_groups.get(group.request_id) is group:
+            any_removed = self._remove_queued(group.members)
+            is_newest = self._live_groups.get(group.request_id) is group
+            if is_newest:
                 del self._live_groups[group.request_id]
-            elif group in self._replaced_groups:
-                self._replaced_groups.remove(group)
-            else:
-                return
-            self._num_members -= len(group.members)
-            self._ended_members.difference_update(group.members)
+            if is_newest or group in self._replaced_groups:
+                self._replaced_groups.discard(group)
+                self._num_members -= len(group.members)
+                self._ended_members.difference_update(group.members)
+        if any_removed:
+            self._advance_caller_queues()
+
+    def _remove_queued(self, requests: Sequence[Request]) -> bool:
+        """Remove those of the requests that are queued; returns whether any was. Updates the rate
+        at which the queue drains, an exponential average with a half-life of 5 s. The caller holds
+        the lock, and advances the caller queues afterwards."""
+        num_removed = 0
+        for request in requests:
+            num_tokens = self.queued_requests.pop(request, None)
+            if num_tokens is not None:
+                num_removed += 1
+                self.waiting_texts.remove(request.group)
+                self._count_queued(request.owner, -1, -num_tokens)
+        if num_removed:
+            now = self._clock()
+            decay = 0.5 ** ((now - self._drain_rate_at) / _RATE_HALF_LIFE_SECONDS)
+            added = num_removed * 0.6931 / _RATE_HALF_LIFE_SECONDS
+            self._drain_rate = self._drain_rate * decay + added
+            self._drain_rate_at = now
+        return num_removed > 0
 
     def close(self, error: Callable[[], AsyncLLMError]) -> list[RequestGroup]:
         """Refuse new groups: from now on ``reserve`` raises ``error()``, and waiting callers fail

@@ -296,10 +296,11 @@ class EngineCore:
             # The requests that can never run have just failed; the next turn schedules the rest.
             return False
         now = self.clock()
-        for request in step.admitted:
-            if request.first_scheduled_at is None:
+        if step.admitted:
+            new = [request for request in step.admitted if request.first_scheduled_at is None]
+            for request in new:
                 request.first_scheduled_at = now
-                self.admission.remove_from_queue(request)
+            self.admission.remove_from_queue(new)
         self._in_flight.append((step, now))
         try:
             self._call_executor(self.executor.launch, step.batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from asyncllm.core.admission import Admission
@@ -17,7 +17,9 @@ from asyncllm.outputs import (
     CompletionOutput,
     Delta,
     FinishReason,
+    TokenLogprobs,
     Usage,
+    make_last_delta,
     make_token_delta,
 )
 from asyncllm.validation import describe
@@ -95,10 +97,10 @@ class OutputProcessor:
             return
         if request.status is Status.FINISHED:
             last = make_token_delta(token_id, text, logprobs, request.index)
-            if not group.unfinished_requests:
+            if group.num_ended + 1 >= len(group.members):
                 self.end_group(request, None, last)
                 return
-            self._end_output(request, channel, last)
+            self._end_output(request, last)
         else:
             channel.put(token_id, text, logprobs, request.index)
         if channel.has_reader:
@@ -109,12 +111,12 @@ class OutputProcessor:
         if channel.on_slow != "coalesce" and channel.num_unread >= channel.max_unread:
             self._apply_backpressure(group, channel)
 
-    def _end_output(self, request: Request, channel: Channel, last_delta: Delta) -> None:
+    def _end_output(self, request: Request, last_delta: Delta) -> None:
         """End a request while other members of its group continue; its last delta has the finish
         reason."""
-        reason, stop_reason = request.finish_reason, request.stop_reason
-        channel.put_last_delta(replace(last_delta, finish_reason=reason, stop_reason=stop_reason))
-        self._admission.mark_member_ended(request)
+        request.group.num_ended += 1
+        _put_last_delta(request, last_delta.text, last_delta.token_ids, last_delta.logprobs)
+        self._admission.mark_members_ended((request,))
 
     def _detokenize(self, request: Request, detokenizer: Detokenizer, token_id: int) -> str:
         """Detokenise a token; returns the new text. As in vLLM, a stop token's own text is left out
@@ -253,13 +255,17 @@ class OutputProcessor:
 
     def abort(self, group: RequestGroup) -> None:
         unfinished = group.unfinished_requests
-        for request in unfinished:
+        if not unfinished:
+            return
+        # The last first: the scheduler's queue is slow to remove its first request.
+        for request in reversed(unfinished):
             self._scheduler.finish(request, "abort")
-            if request is unfinished[-1]:
-                self.end_group(request, None)
-            else:
-                last = Delta(_remaining_text(request), (), index=request.index)
-                self._end_output(request, group.channel, last)
+        last = unfinished.pop()
+        if unfinished:
+            for request in unfinished:
+                _put_last_delta(request, _remaining_text(request), (), None)
+            self._admission.mark_members_ended(unfinished)
+        self.end_group(last, None)
 
     def finish_request(self, request: Request) -> None:
         """End a request whose grammar is complete, without another token."""
@@ -270,18 +276,18 @@ class OutputProcessor:
         except BaseException as error:
             self.fail(request.group, as_request_error(request.group, error))
             return
-        last = Delta(text, (), index=request.index)
-        if request.group.unfinished_requests:
-            self._end_output(request, request.group.channel, last)
-        else:
+        last, group = Delta(text, (), index=request.index), request.group
+        if group.num_ended + 1 >= len(group.members):
             self.end_group(request, None, last)
+        else:
+            self._end_output(request, last)
 
     def fail(self, group: RequestGroup, error: Exception) -> None:
         """End the whole group with an exception, even if only one member failed."""
         if not group.channel.ended:
             # The application may keep the error, and its frames would keep their variables alive.
             replace_tracebacks_by_note(error)
-            for request in group.members:
+            for request in reversed(group.members):  # As in ``abort``.
                 self._scheduler.finish(request, None)
             self.end_group(group.members[-1], error)
 
@@ -294,17 +300,32 @@ class OutputProcessor:
                 self._scheduler.resume(request)
 
 
+def _put_last_delta(
+    request: Request,
+    text: str,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprobs, ...] | None,
+) -> None:
+    """Write the last delta of a finished request, while other members of its group continue."""
+    request.group.channel.put_last_delta(
+        make_last_delta(
+            text, token_ids, request.index, logprobs, request.finish_reason, request.stop_reason
+        )
+    )
+
+
 def make_usage(group: RequestGroup, members: Sequence[Request], now: float) -> Usage:
     scheduled = [m.first_scheduled_at for m in members if m.first_scheduled_at is not None]
     first = [m.first_token_at for m in members if m.first_token_at is not None]
+    lengths = [member.num_output_tokens for member in members]
     return Usage(
         prompt_tokens=members[0].num_prompt_tokens,
-        completion_tokens=sum(member.num_output_tokens for member in members),
+        completion_tokens=sum(lengths),
         cached_tokens=members[0].num_cached_tokens,
         queue_time=min(scheduled, default=now) - group.arrived_at,
         ttft=min(first) - group.arrived_at if first else None,
         total_time=now - group.arrived_at,
-        longest_output=max(member.num_output_tokens for member in members),
+        longest_output=max(lengths),
         truncated_prompt_tokens=group.num_truncated_tokens,
     )
 

@@ -73,6 +73,7 @@ class RequestGroup:
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
         num_outputs: number of members that the group will have; 0 if all are added at once.
+        num_ended: number of members that have ended while others went on.
         cancelled: whether the group has ended, or any thread has sent an abort command for it.
         aborted: whether a caller aborted the group.
         notifier: calls the observers; None without any.
@@ -92,6 +93,7 @@ class RequestGroup:
     deadline: float = math.inf
     members: list[Request] = field(default_factory=list)
     num_outputs: int = 0
+    num_ended: int = 0
     cancelled: bool = False
     aborted: bool = False
     notifier: LifecycleNotifier | None = None

@@ -129,6 +129,8 @@ def _unfinished_character_bytes(table: ByteTable, token_ids: Sequence[int]) -> b
     tail = b""
     for token_id in reversed(token_ids):
         tail = table[token_id] + tail
+        if tail and tail[-1] < 0x80:
+            return b""  # An ASCII character is complete, and most prompts end in one.
         if len(tail) >= 4:
             break
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
