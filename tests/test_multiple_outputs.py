@@ -25,9 +25,8 @@ from asyncllm.outputs import CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.stream import TokenStream
 from asyncllm.testing import FakeExecutor, fake_engine
 from asyncllm.testing.fake_executor import hash_pair
-from asyncllm.text.tokenizer import Tokenizer
 from tests.core_rig import Rig
-from tests.fakes import channel_of, core_of, fake, text_of
+from tests.fakes import FakeTokenizer, channel_of, core_of, fake, text_of
 from tests.idle import all_free, until
 
 PROMPT = [*range(100, 111)]
@@ -211,19 +210,19 @@ async def test_hashes_of_the_prompt_are_taken_from_the_first_output():
 async def test_an_output_that_never_runs_has_no_copies(long, monkeypatch):
     """Three of eight outputs get a slot; the prompt of a long text is set on a worker thread."""
     derived, detokenizers = [], []
-    derive, make = SamplingParams.of_output, Tokenizer.detokenizer
+    derive, make = SamplingParams.of_output, FakeTokenizer.detokenizer
     monkeypatch.setattr(
         SamplingParams, "of_output", lambda params, i: derived.append(i) or derive(params, i)
     )
     monkeypatch.setattr(
-        Tokenizer,
+        FakeTokenizer,
         "detokenizer",
-        lambda *args, **options: detokenizers.append(1) or make(*args, **options),
+        lambda self, params, prompt: detokenizers.append(prompt.copy()) or make(self, params),
     )
     rig = seeded(max_num_seqs=3, **({"max_model_len": 6000, "num_blocks": 4000} if long else {}))
     async with rig.engine() as engine:
         await engine.pause()
-        stream = engine.stream("ab " * (3000 if long else 3), n=8, max_tokens=200)
+        stream = engine.stream("7 " * (3000 if long else 3), n=8, max_tokens=200)
         await until(lambda: stream.prompt_token_ids is not None)
         first, *others = members = stream._group.members
         await until(lambda: others[-1].num_prompt_tokens == first.num_prompt_tokens)
@@ -238,7 +237,7 @@ async def test_an_output_that_never_runs_has_no_copies(long, monkeypatch):
             tokens[delta.index].update(delta.token_ids)
         stream.close()
         await all_free(engine)
-    assert (derived, len(detokenizers)) == ([1, 2], 3)
+    assert (derived, detokenizers) == ([1, 2], [prompt] * 3)
     assert [member.sampling.seed for member in members[:3]] == [
         first.sampling.of_output(i).seed for i in range(3)
     ]
