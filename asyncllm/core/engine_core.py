@@ -99,7 +99,7 @@ class EngineCore:
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self.closed = False
-        self._mask_maker = MaskMaker(self.send)
+        self._mask_maker = MaskMaker(self.send, self.scheduler)
         self._sampled_step_number = -1
         self._num_steps = 0
         self._last_step_time = 0.0
@@ -250,6 +250,7 @@ class EngineCore:
         thread waits and gives up the GIL."""
         self._run_commands()
         self._expire_deadlines()
+        self._mask_maker.resume_held()
         if self._closing_at is not None:
             self._close_if_due(self._closing_at)
         if self._calls_between_steps.due_calls and not self._in_flight:

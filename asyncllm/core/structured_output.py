@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from asyncllm.core.batch import GrammarMask
 from asyncllm.core.mask_thread import MaskResult, MaskThread
+from asyncllm.core.parser_memory import ParserMemory, estimate_parser_bytes
 from asyncllm.core.request import Status
 from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from asyncllm.core.reasoning import ReasoningTracker
     from asyncllm.core.request import Request
     from asyncllm.core.scheduled_step import ScheduledStep
+    from asyncllm.core.scheduler import Scheduler
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,7 @@ class RequestGrammar:
         first_mask: the matcher's mask until it accepts a token; None afterwards, and if it is not
             known.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
+        parser_bytes: estimated memory of the matcher; see ``parser_memory``.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step. While
             it is not 0, a token is accepted along with the next mask.
         pending_token: the last token, if it waits for the next mask.
@@ -59,6 +62,7 @@ class RequestGrammar:
     mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
     first_mask: bytes | None = None
     accept_seconds: float = field(init=False, default=0.0)
+    parser_bytes: float = field(init=False, default=0.0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
     next_mask: Future[MaskResult] | None = field(init=False, default=None)
@@ -124,7 +128,10 @@ class RequestGrammar:
 
     def _accept_token(self, request: Request, token_id: int) -> None:
         self.first_mask = None
-        if not self.matcher.accept(token_id):
+        began = self.clock()
+        is_allowed = self.matcher.accept(token_id)
+        self.parser_bytes += estimate_parser_bytes(self.clock() - began)
+        if not is_allowed:
             raise _grammar_violation_error(request, token_id)
 
     def _bitmask(self) -> bytearray:
@@ -276,7 +283,8 @@ class MaskMaker:
     is scheduled from then on only once its next mask is made: until then its last token is treated
     as if still in flight. If rows without masks are delayed, the slowest of the quick masks are
     made ahead too, until the step waits no longer than that for the others. So a grammar delays
-    only its own request, and changes no token.
+    only its own request, and changes no token. Where parsers take much memory, outputs are held
+    back: see ParserMemory.
 
     All masks of a grammar are made ahead until MIN_QUICK_MASKS in a row were quick, because many
     outputs may come to a slow one in the same step. A step that has waited for its time makes no
@@ -287,8 +295,10 @@ class MaskMaker:
         send: function that asks the engine thread to call a function with arguments.
     """
 
-    def __init__(self, send: Callable[..., None]) -> None:
+    def __init__(self, send: Callable[..., None], scheduler: Scheduler) -> None:
         self._send = send
+        self._scheduler = scheduler
+        self._parser_memory = ParserMemory()
         self._thread: MaskThread | None = None
         self._delays_others = False
         self.num_pending_masks = 0
@@ -359,7 +369,8 @@ class MaskMaker:
             total += waited
             if mask != b"" and not is_first:
                 speed.record(is_slow=seconds > limit * _SLOW_GRAMMAR_WAIT_FRACTION)
-            if not speed.is_known_quick:
+            self._parser_memory.count(request, grammar)
+            if not speed.is_known_quick or self._parser_memory.must_wait(request):
                 rows_ahead.append(row)
             elif seconds > limit * _SLOW_MASK_WAIT_FRACTION:
                 slow.append(row)
@@ -396,7 +407,26 @@ class MaskMaker:
 
     def make_mask_ahead(self, request: Request) -> None:
         """Queue a request's next mask on the thread. The request is not scheduled until the mask is
-        made."""
+        made. A request that is held back loses its slot, and its mask is queued later."""
+        if self._parser_memory.must_wait(request):
+            self._parser_memory.hold(request)
+            _grammar_of(request).awaits_mask = True
+            request.num_placeholders = 1
+            self._scheduler.pause(request)
+        else:
+            self._queue_mask(request)
+
+    def resume_held(self) -> None:
+        """Let held requests go on, if their parsers may take memory again. Call this in each turn
+        of the engine's loop."""
+        while (request := self._parser_memory.next_resumed()) is not None:
+            _grammar_of(request).awaits_mask = False
+            request.num_placeholders = 0
+            self._queue_mask(request)
+            if not request.group.channel.is_backpressured:  # Else its reader resumes it.
+                self._scheduler.resume(request)
+
+    def _queue_mask(self, request: Request) -> None:
         grammar = _grammar_of(request)
         make_mask = partial(self._make_mask, grammar, request)
         grammar.next_mask = self._submit(request, make_mask, grammar.mask_speed)
