@@ -74,6 +74,7 @@ class TokenStream(UncopyableHandle):
     _keeps_output: bool = True
     """Whether deltas are kept after they are read, for ``completion()``."""
     _outputs: list[OutputReader] = field(init=False)
+    _num_outputs: int = field(init=False)
     _single_output_texts: list[str] | None = None
     _resubmit: Callable[[TokenStream], bool] | None = None
     """Function that sends the request of a dead engine to another engine of the group; returns
@@ -81,8 +82,10 @@ class TokenStream(UncopyableHandle):
 
     def __post_init__(self) -> None:
         self._group = self._request.group
-        # Copy the list, because a group drops its members when it ends.
-        self._outputs = list(map(OutputReader, self._group.members))
+        members = self._group.members
+        self._num_outputs = len(members)
+        # The readers refer to the members, which a group drops when it ends.
+        self._outputs = list(map(OutputReader, members)) if self._keeps_output else []
         if len(self._outputs) == 1:
             self._single_output_texts = self._outputs[0].texts
         self.request_id = self._group.request_id
@@ -127,7 +130,12 @@ class TokenStream(UncopyableHandle):
     @property
     def num_outputs(self) -> int:
         """Number of outputs, the ``n`` of the request."""
-        return len(self._outputs)
+        return self._num_outputs
+
+    def _drop_read_output(self) -> None:
+        """Keep no deltas from now on: ``completion`` will not be called. Outputs that have ended
+        are freed then, even if the client has not read them."""
+        self._keeps_output, self._outputs, self._single_output_texts = False, [], None
 
     @property
     def _has_unread(self) -> bool:

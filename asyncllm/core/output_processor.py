@@ -182,11 +182,14 @@ class OutputProcessor:
             grammar, member.structured_output = member.structured_output, None
             if grammar is not None:
                 grammar.release()
+        if not isinstance(error, EngineDeadError):  # Another engine may take over the request.
+            group.raw_prompt = None
+            if group.param_bytes:
+                for member in group.members:
+                    member.drop_long_params()
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
         group.members = []
-        if not isinstance(error, EngineDeadError):  # Another engine may take over the prompt.
-            group.raw_prompt = None
 
     def _propose_stream_end(
         self, request: Request, error: Exception | None, last_delta: Delta | None

@@ -264,6 +264,12 @@ class Request:
             self.sampling = first.sampling.of_output(self.index)
             self.token_ids = self.token_ids.copy()
 
+    def drop_long_params(self) -> None:
+        """Free the lists, dicts and texts among the parameters, and all that was made of them. Call
+        this once the request has ended: its reader needs to know only about log-probabilities."""
+        self.sampling = SamplingParams(logprobs=self.sampling.logprobs)
+        self.stop_token_ids, self.token_rules, self.output = frozenset(), None, None
+
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens

@@ -188,7 +188,7 @@ async def _send_chunks(
     # stay packed, which takes a fraction of the memory of JSON.
     long_chunk_lock = anyio.Lock()
     for stream in streams:
-        stream._keeps_output = False
+        stream._drop_read_output()
 
     async def send_deltas(
         deltas: Sequence[Delta], first_choice_index: int, stream: TokenStream
