@@ -28,7 +28,7 @@ class ConnectionLimits:
     """
 
     max_connections: int = 1024
-    max_header_size: int = 1 << 16
+    max_header_size: int = 1 << 15
     max_message_size: int = 4 << 20
     header_timeout: float = 10.0
     send_timeout: float = 60.0

@@ -77,10 +77,14 @@ class Descent {
 };
 
 class Candidates {
+  // Number of logits in a group, whose maximum is a bound where a row has few chunks.
+  enum { GROUP = 16 };
+  static_assert(CHUNK % GROUP == 0, "a chunk has whole groups");
+
  public:
   // Bytes of scratch memory for rows of `count` logits.
   static int64_t scratch(int64_t count) {
-    return count * 2 * sizeof(uint64_t) + num_chunks(count) * sizeof(float);
+    return count * 2 * sizeof(uint64_t) + divide_up(count, GROUP) * sizeof(float);
   }
 
   Candidates(const Extremes& extremes, void* scratch)
@@ -102,10 +106,8 @@ class Candidates {
   // The k-th largest of the chunks' maxima, a lower bound of the k-th largest logit. k is at most
   // the number of chunks, and no maximum is NaN.
   float bound_of(int64_t k) {
-    int64_t chunks = extremes_.chunks();
-    memcpy(maxima_, extremes_.maxima, chunks * sizeof(float));
-    std::nth_element(maxima_, maxima_ + k - 1, maxima_ + chunks, std::greater<float>());
-    return maxima_[k - 1];
+    memcpy(maxima_, extremes_.maxima, extremes_.chunks() * sizeof(float));
+    return largest_of_maxima(k, extremes_.chunks());
   }
 
   // Collects and sorts all tokens with logits of at least `bound`, equal ones by their ids.
@@ -129,10 +131,29 @@ class Candidates {
     count_ = 0;
     if (largest != largest) return;
     if (k <= extremes_.chunks()) return take(bound_of(k));
+    if (k <= extremes_.row.count / GROUP) return take(group_bound_of(k));
     for (Descent descent(largest, -INFINITY); count_ < k;) take(descent.next());
   }
 
  private:
+  // The k-th largest of the groups' maxima, a lower bound like that of `bound_of`.
+  float group_bound_of(int64_t k) {
+    int64_t groups = 0;
+    for (int64_t chunk = 0; chunk < extremes_.chunks(); ++chunk) {
+      float logits[CHUNK];
+      extremes_.kernels->read_chunk(extremes_.row, chunk, logits);
+      int64_t left = least(CHUNK, extremes_.row.count - chunk * CHUNK);
+      for (int64_t first = 0; first < left; first += GROUP)
+        maxima_[groups++] = *std::max_element(logits + first, logits + least(first + GROUP, left));
+    }
+    return largest_of_maxima(k, groups);
+  }
+
+  float largest_of_maxima(int64_t k, int64_t count) {
+    std::nth_element(maxima_, maxima_ + k - 1, maxima_ + count, std::greater<float>());
+    return maxima_[k - 1];
+  }
+
   // Keys ascend as logits descend, then as tokens ascend. 0 and -0 give the same key.
   static uint64_t key_of(float value, int64_t token) {
     uint32_t bits;
