@@ -163,7 +163,9 @@ def test_processed_logits_have_the_bits_of_torch(isa, dtype):
 
 @each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab_size", "counts"), [(70, [0, 1, 70]), (20_000, [5, 79, 400])])
+@pytest.mark.parametrize(
+    ("vocab_size", "counts"), [(70, [0, 1, 70]), (2040, [20, 127, 128]), (20_000, [5, 79, 400])]
+)
 def test_log_probabilities_and_ranks(isa, dtype, vocab_size, counts):
     rows = 6
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(8)) * 4

@@ -152,7 +152,7 @@ def test_all_go_on_once_there_is_memory(rig: LargeRig) -> None:
         grammar: Any = one.structured_output
         grammar.parser_bytes = parser_memory.MIN_LARGE_PARSER_BYTES
     rig.turn()
-    assert len(rig.going_on) == NUM_SLOTS - 1 and not rig.held
+    assert (len(rig.going_on), rig.held) == (NUM_SLOTS - 1, [])
 
 
 def test_parsers_of_held_outputs_that_end_are_freed(rig: LargeRig) -> None:
