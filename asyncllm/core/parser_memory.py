@@ -76,7 +76,12 @@ class ParserMemory:
         large = {one: grammar for one, grammar in self._large.items() if not one.is_finished}
         self._large = large
         self._num_bytes = sum(grammar.parser_bytes for grammar in large.values())
-        self._running = next((one for one in large if one.status is not Status.PAUSED), None)
+        going_on = (
+            one
+            for one, grammar in large.items()
+            if not (grammar.is_held or one.status is Status.PAUSED)
+        )
+        self._running = next(going_on, None)
         if self._running is not None and self._num_bytes > MAX_PARSER_BYTES / 2:
             return None
         while (request := self._held.peek()) is not None:

@@ -210,6 +210,11 @@ class RequestGrammar:
             "cannot spell what it does"
         )
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the output is held back; see ParserMemory."""
+        return self.awaits_mask and self.next_mask is None
+
     def release(self) -> None:
         """Free the grammar's state once the request has ended. If another thread is making a mask,
         the state is freed when that mask is done. Any thread may call this."""
