@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncllm import (
     LLM,
+    AsyncLLMEngine,
     DeadlineExceededError,
     EngineOverloadedError,
     InvalidRequestError,
@@ -20,6 +22,7 @@ from asyncllm import (
 )
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.core.admission import Admission
+from asyncllm.core.request import Request
 from asyncllm.observer import outputs_of
 from asyncllm.outputs import CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.stream import TokenStream
@@ -260,6 +263,29 @@ async def test_an_abort_frees_the_places_of_all_outputs_at_once(monkeypatch):
         assert engine.stats().num_waiting == 0
         # Once for the outputs that end before the last, and once for the last.
         assert len(advanced) == 2
+
+
+async def test_an_ended_request_keeps_no_long_parameters():
+    """Though nobody has read it; and no outputs, if what is read is not kept."""
+    lists = {"stop": ["no such text"], "logit_bias": {1: 0.0}, "stop_token_ids": [7]}
+    params = SamplingParams(n=3, max_tokens=4, logprobs=1, seed=1, **lists)
+    async with AsyncLLMEngine(num_blocks=64) as engine:
+        expected = await engine.generate("1", params)
+        stream, unkept = engine.stream("1", params), engine.stream("1", params)
+        unkept._drop_read_output()
+        assert unkept.num_outputs == 3
+        await all_free(engine)
+        request = stream._request
+        assert request.sampling == SamplingParams(logprobs=1)
+        assert (request.stop_token_ids, request.token_rules, request.output) == (set(), None, None)
+        await engine.generate("2", max_tokens=1)  # The scheduler keeps the requests of a step.
+        alive = [one for one in gc.get_objects() if type(one) is Request]
+        assert [one for one in alive if one.group is unkept._group] == [unkept._request]
+        assert (await stream.result()).outputs == expected.outputs
+        texts = [""] * 3
+        async for delta in unkept:
+            texts[delta.index] += delta.text
+        assert texts == [output.text for output in expected.outputs]
 
 
 async def test_outputs_end_one_by_one_and_the_stream_with_the_last():
