@@ -95,7 +95,11 @@ _HISTOGRAMS = (
 _GAUGES = (
     ("num_requests_running", "num_running", "Requests in the batch."),
     ("num_requests_waiting", "num_waiting", "Requests waiting for a place."),
-    ("asyncllm:num_requests_paused", "num_paused", "Requests held back: their readers are late."),
+    (
+        "asyncllm:num_requests_paused",
+        "num_paused",
+        "Requests held back: their readers are late, or grammars take much memory.",
+    ),
     ("kv_cache_usage_perc", "kv_cache_usage", "KV blocks in use; 1 is all."),
     (
         "asyncllm:cached_states",

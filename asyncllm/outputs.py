@@ -393,7 +393,8 @@ class EngineStats:
         num_running: requests in the running batch.
         num_waiting: requests accepted but not in the batch, including requests that are being
             tokenised or were preempted.
-        num_paused: requests held back because their readers are late.
+        num_paused: requests held back because their readers are late, or because the parsers of
+            grammars take much memory.
         num_queued_tokens: prompt tokens of requests that wait for their first step; an estimate for
             texts that are being tokenised.
         is_paused: whether ``pause`` has stopped scheduling.

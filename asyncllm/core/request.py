@@ -27,7 +27,8 @@ UNREACHABLE_NUM_TOKENS = sys.maxsize
 
 
 class Status(enum.IntEnum):
-    """State of a request. A PAUSED request gets no tokens until its stream is read."""
+    """State of a request. A PAUSED request gets no tokens until its stream is read, or until its
+    grammar's parser may take more memory."""
 
     NEW = 0
     WAITING = 1
