@@ -56,7 +56,7 @@ class TokenStream(UncopyableHandle):
         usage: None until the last delta was read.
     """
 
-    _request: Request
+    _request: Request | None
     _core: EngineCore
     _get_loop_mailbox: Callable[[], LoopMailbox]
     _parser: MessageParser | None = None
@@ -81,6 +81,7 @@ class TokenStream(UncopyableHandle):
     whether an engine took it. None outside of a group with ``retries``."""
 
     def __post_init__(self) -> None:
+        assert self._request is not None
         self._group = self._request.group
         members = self._group.members
         self._num_outputs = len(members)
@@ -115,17 +116,27 @@ class TokenStream(UncopyableHandle):
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
         """Token ids of the prompt; None while it is still being tokenised."""
-        length = self._request.num_prompt_tokens
-        return tuple(self._request.token_ids[:length]) if length else None
+        request = self._request
+        if request is None or not request.num_prompt_tokens:
+            return None
+        return tuple(request.token_ids[: request.num_prompt_tokens])
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
         """Prompt log-probabilities as in ``Completion``; complete when the first delta arrives."""
-        return self._request.whole_prompt_logprobs
+        return None if self._request is None else self._request.whole_prompt_logprobs
 
-    def _drop_prompt_logprobs(self) -> None:
-        """Free the prompt log-probabilities; to be called after the first delta was read."""
-        self._request.prompt_logprobs = None
+    @property
+    def _num_prompt_tokens(self) -> int:
+        """Number of prompt tokens; 0 while the prompt is still being tokenised."""
+        return self._group.num_prompt_tokens
+
+    def _drop_prompt(self) -> None:
+        """Do not keep the prompt and its log-probabilities, which are not read any more: the
+        request is freed when it has ended, even if the client has not read the output."""
+        if self._request is not None:
+            self._request.prompt_logprobs = None
+            self._request = None
 
     @property
     def num_outputs(self) -> int:

@@ -167,7 +167,14 @@ async def test_truncated_prompts_are_not_held_while_their_answer_is_made(prompt,
 
 @pytest.mark.parametrize(
     ("num_prompts", "n", "padding", "is_here"),
-    [(1, 64, 0, True), (15, 1, 0, True), (16, 1, 0, False), (2, 8, 0, False), (2, 1, 4096, False)],
+    [
+        (1, 64, 0, False),
+        (1, 15, 0, True),
+        (15, 1, 0, True),
+        (16, 1, 0, False),
+        (2, 8, 0, False),
+        (2, 1, 4096, False),
+    ],
 )
 async def test_a_list_of_prompts_is_submitted_on_the_thread(
     threads_of, num_prompts, n, padding, is_here

@@ -190,6 +190,35 @@ def test_a_stream_that_is_not_read_holds_no_other_back(monkeypatch: pytest.Monke
     rig.core._mask_maker.close()
 
 
+def test_further_outputs_of_a_held_owner_begin_later(rig: LargeRig) -> None:
+    """So the number of parsers has a bound. Those of other owners begin at once."""
+    rig.until_held()
+    (running,) = rig.going_on
+    owner = rig.held[0].owner
+    late = rig.make_large("late", owner or "")
+    ended = rig.make_large("ended", owner or "")
+    other = rig.make_large("other", "c")
+    rig.turn()
+    assert (late.status, ended.status) == (Status.NEW, Status.NEW)
+    assert other.status in (Status.WAITING, Status.RUNNING)
+    rig.core.on_abort(ended.group)
+    rig.large += [late, other]
+    while not running.is_finished:
+        assert late.status is Status.NEW
+        rig.turn()
+    assert all(len(tokens) == LENGTH for tokens in rig.finish())
+    assert not ended.num_output_tokens
+
+
+def test_outputs_that_end_while_they_are_held_are_dropped(rig: LargeRig) -> None:
+    rig.until_held()
+    owner = rig.held[0].owner
+    for i in range(200):
+        rig.core.on_abort(rig.make_large(f"ended {i}", owner or "").group)
+        rig.steps(1)
+        assert len(rig.core._mask_maker._parser_memory._held) <= 70
+
+
 def test_a_held_stream_that_is_read_again_holds_no_other_back(rig: LargeRig) -> None:
     """Its reader resumes it, but it still waits for memory."""
     rig.until_held()

@@ -397,7 +397,7 @@ class EngineCore:
             if request.structured_output is None:
                 self.scheduler.add(request)
             else:
-                self._mask_maker.begin(request, self.scheduler.add)
+                self._mask_maker.begin(request)
 
     def on_add_deadline(self, group: RequestGroup) -> None:
         """Watch the deadline of a group whose prompt is still being tokenised."""

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from asyncllm.core.request import Status
+from asyncllm.core.request import OutputGrammar, Request, Status
 from asyncllm.owner_lines import OwnerLines
-
-if TYPE_CHECKING:
-    from asyncllm.core.request import Request
-    from asyncllm.core.structured_output import RequestGrammar
 
 FREE_ACCEPT_SECONDS = 20e-6
 """CPU seconds to accept a token that count as no memory. Grammars of programming languages and
@@ -41,17 +35,18 @@ class ParserMemory:
 
     An Earley parser keeps what it has read until the output ends, up to 25 KiB a token. Beyond
     MAX_PARSER_BYTES, of the outputs with large parsers only one goes on. The others are held back,
-    without a slot, until it has ended, in turns by owner, or until parsers take half as much. So
-    this delays outputs, and changes no token.
+    without a slot, until it has ended, in turns by owner, or until parsers take half as much. No
+    further output of their owners begins until then. So this delays outputs, and changes no token.
     """
 
     def __init__(self) -> None:
-        self._large: dict[Request, RequestGrammar] = {}
+        self._large: dict[Request, OutputGrammar] = {}
         self._held: OwnerLines[Request] = OwnerLines()
+        self._max_held = 64
         self._num_bytes = 0.0
         self._running: Request | None = None
 
-    def count(self, request: Request, grammar: RequestGrammar) -> None:
+    def count(self, request: Request, grammar: OutputGrammar) -> None:
         """Count an output's parser from now on, if it is large."""
         if grammar.parser_bytes >= MIN_LARGE_PARSER_BYTES:
             self._large[request] = grammar
@@ -64,15 +59,22 @@ class ParserMemory:
             and request is not self._running
         )
 
-    def hold(self, request: Request) -> None:
-        """Hold an output back until ``next_resumed`` returns it."""
-        self._held.push(request.owner, request)
+    def holds_any_of(self, owner: str | None) -> bool:
+        """Whether an output of an owner is held back."""
+        return self._held.has_line(owner)
+
+    def hold(self, request: Request, *, has_begun: bool) -> None:
+        """Hold an output back until ``next_resumed`` returns it. Outputs that have begun come
+        before others of their owner."""
+        self._held.push(request.owner, request, rank=0 if has_begun else 1)
 
     def next_resumed(self) -> Request | None:
         """Remove and return the next output that goes on; None if none may. Counts all memory anew:
         call this until it returns None, in each turn of the engine's loop."""
-        if not self._large:
+        if not (self._large or self._held):
             return None
+        if len(self._held) > self._max_held:
+            self._drop_ended()
         large = {one: grammar for one, grammar in self._large.items() if not one.is_finished}
         self._large = large
         self._num_bytes = sum(grammar.parser_bytes for grammar in large.values())
@@ -90,3 +92,10 @@ class ParserMemory:
             if not request.is_finished:
                 return request
         return None
+
+    def _drop_ended(self) -> None:
+        """Drop held outputs that have ended. Called each time their number has doubled."""
+        for request in list(self._held):
+            if request.is_finished:
+                self._held.discard(request.owner, request)
+        self._max_held = 2 * len(self._held) + 64

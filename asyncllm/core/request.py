@@ -51,6 +51,10 @@ class OutputGrammar(Protocol):
 
     num_masks_ahead: int
     awaits_mask: bool
+    parser_bytes: float
+
+    @property
+    def is_held(self) -> bool: ...
 
     def advance(
         self, request: Request, token_id: int, finish_reason: FinishReason | None
@@ -74,6 +78,7 @@ class RequestGroup:
         members: requests in order of index; added before the group is submitted, and dropped when
             it ends.
         num_outputs: number of members that the group will have; 0 if all are added at once.
+        num_prompt_tokens: number of tokens of the members' prompt; 0 until it is tokenised.
         num_ended: number of members that have ended while others went on.
         cancelled: whether the group has ended, or any thread has sent an abort command for it.
         aborted: whether a caller aborted the group.
@@ -94,6 +99,7 @@ class RequestGroup:
     deadline: float = math.inf
     members: list[Request] = field(default_factory=list)
     num_outputs: int = 0
+    num_prompt_tokens: int = 0
     num_ended: int = 0
     cancelled: bool = False
     aborted: bool = False
@@ -249,7 +255,7 @@ class Request:
         """Set the prompt's token ids; the request then owns the list. A request with a long text is
         queued first, and gets its token ids later."""
         self.token_ids = token_ids
-        self.num_prompt_tokens = len(token_ids)
+        self.num_prompt_tokens = self.group.num_prompt_tokens = len(token_ids)
         self.min_total_tokens = self.num_prompt_tokens + self.sampling.min_tokens
         self.max_total_tokens = self.max_model_len
         if self.sampling.max_tokens is not None:

@@ -47,6 +47,15 @@ class ScheduledStep:
         batch.counts = [batch.counts[i] for i in order]
         batch.samples = [batch.samples[i] for i in order]
 
+    def masked_rows(self) -> list[int]:
+        """Rows whose tokens a grammar restricts."""
+        samples = self.batch.samples
+        return [
+            row
+            for row, request in enumerate(self.requests)
+            if samples[row] and request.structured_output is not None
+        ]
+
     def check_result(self, result: StepResult, info: ExecutorInfo) -> None:
         """Raise ValueError if the result does not fit the step, which means a broken executor."""
         number = self.batch.step

@@ -22,7 +22,6 @@ from asyncllm.core.prompt_logprobs import (
 )
 from asyncllm.core.request import Request, Status
 from asyncllm.core.scheduled_step import ScheduledStep
-from asyncllm.core.structured_output import masked_rows
 from asyncllm.core.token_budget import TokenBudget
 from asyncllm.core.waiting_queue import WaitingQueue
 from asyncllm.errors import KVCacheTooSmallError, RequestError
@@ -179,7 +178,7 @@ class Scheduler:
                 if freed:
                     batch.freed_entries += [(request.req_index, *entries) for entries in freed]
         if step.has_grammar_mask:
-            batch.masked_rows = masked_rows(step)
+            batch.masked_rows = step.masked_rows()
         if batch.num_decodes < len(step.requests):
             batch.prompt_logprobs = prompt_logprob_spans(step, self.info.vocab_size)
         batch.released_indices, self._released_req_indices = self._released_req_indices, []

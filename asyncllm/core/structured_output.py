@@ -235,16 +235,6 @@ def _allows_token(mask: bytearray, token_id: int) -> bool:
     return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
-def masked_rows(step: ScheduledStep) -> list[int]:
-    """Rows of a step whose tokens a grammar restricts."""
-    samples = step.batch.samples
-    return [
-        row
-        for row, request in enumerate(step.requests)
-        if samples[row] and request.structured_output is not None
-    ]
-
-
 def _grammar_of(request: Request) -> RequestGrammar:
     grammar = request.structured_output
     assert isinstance(grammar, RequestGrammar)
@@ -308,22 +298,24 @@ class MaskMaker:
         self._delays_others = False
         self.num_pending_masks = 0
 
-    def begin(self, request: Request, start: Callable[[Request], None]) -> None:
-        """Call ``start(request)``, at once if the grammar is known to be quick. Otherwise call it
-        once the mask thread has time for another output, so that outputs with slow masks do not
-        occupy all slots while they wait for the thread."""
-        if _grammar_of(request).mask_speed.is_known_quick:
-            start(request)
+    def begin(self, request: Request) -> None:
+        """Let a new output wait for a slot, at once if the grammar is known to be quick. Otherwise
+        wait until the mask thread has time for another output, so that outputs with slow masks do
+        not occupy all slots while they wait for the thread. While an output of its owner is held
+        back, so is this one."""
+        if self._parser_memory.holds_any_of(request.owner):
+            self._parser_memory.hold(request, has_begun=False)
             return
-        turn = self._submit(request, lambda: (None, 0.0), None)
+        is_quick = _grammar_of(request).mask_speed.is_known_quick
+        turn = None if is_quick else self._submit(request, lambda: (None, 0.0), None)
         if turn is None:
-            start(request)
+            self._scheduler.add(request)
         else:
-            turn.add_done_callback(lambda _: self._send(self._start, request, start))
+            turn.add_done_callback(lambda _: self._send(self._start, request))
 
-    def _start(self, request: Request, start: Callable[[Request], None]) -> None:
+    def _start(self, request: Request) -> None:
         if request.status is Status.NEW:  # Else it has ended, or was paused with its group.
-            start(request)
+            self._scheduler.add(request)
 
     def make_masks(
         self, step: ScheduledStep, step_time: float
@@ -414,7 +406,7 @@ class MaskMaker:
         """Queue a request's next mask on the thread. The request is not scheduled until the mask is
         made. A request that is held back loses its slot, and its mask is queued later."""
         if self._parser_memory.must_wait(request):
-            self._parser_memory.hold(request)
+            self._parser_memory.hold(request, has_begun=True)
             _grammar_of(request).awaits_mask = True
             request.num_placeholders = 1
             self._scheduler.pause(request)
@@ -425,6 +417,9 @@ class MaskMaker:
         """Let held requests go on, if their parsers may take memory again. Call this in each turn
         of the engine's loop."""
         while (request := self._parser_memory.next_resumed()) is not None:
+            if not _grammar_of(request).is_held:
+                self._start(request)
+                continue
             _grammar_of(request).awaits_mask = False
             request.num_placeholders = 0
             self._queue_mask(request)

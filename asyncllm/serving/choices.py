@@ -132,6 +132,25 @@ async def _send_full_answer(
     Args:
         echo_claim: claim for the prompts that the answer repeats.
     """
+    answer = await _make_full_answer(
+        server_context, exchange, streams, writer, echo_claim.num_bytes
+    )
+    # Free what the answer has now: the client may read it slowly.
+    for stream in streams:
+        stream._drop_read_output()
+        stream._drop_prompt()
+    echo_claim.release()  # ``respond`` claims the whole answer.
+    await exchange.respond(200, answer)
+
+
+async def _make_full_answer(
+    server_context: ServingContext,
+    exchange: Exchange,
+    streams: Sequence[TokenStream],
+    writer: ChoicesWriter,
+    num_echoed_bytes: int,
+) -> bytes:
+    """Make a whole answer once all outputs have ended."""
     completion_of: dict[TokenStream, Completion] = {}
 
     async def read(stream: TokenStream) -> None:
@@ -158,10 +177,8 @@ async def _send_full_answer(
                 _check_answer_size(num_bytes)
         return b"".join(parts)
 
-    num_bytes = num_logprobs_bytes + echo_claim.num_bytes // WRITE_PARSE_SPEED_RATIO
-    answer = await server_context.run_json_job(write, num_bytes, exchange)
-    echo_claim.release()  # ``respond`` claims the whole answer, which has the prompts now.
-    await exchange.respond(200, answer)
+    num_job_bytes = num_logprobs_bytes + num_echoed_bytes // WRITE_PARSE_SPEED_RATIO
+    return await server_context.run_json_job(write, num_job_bytes, exchange)
 
 
 def _check_answer_size(num_bytes: int) -> None:
@@ -189,6 +206,8 @@ async def _send_chunks(
     long_chunk_lock = anyio.Lock()
     for stream in streams:
         stream._drop_read_output()
+        if not writer.repeats_prompts:
+            stream._drop_prompt()
 
     async def send_deltas(
         deltas: Sequence[Delta], first_choice_index: int, stream: TokenStream

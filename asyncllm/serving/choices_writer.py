@@ -28,6 +28,9 @@ class ChoicesWriter:
         OBJECT_TYPE, CHUNK_OBJECT_TYPE: field ``object`` of a whole answer, and of a streamed chunk.
         BYTES_PER_LOGPROB: approximate number of JSON bytes of one log-probability.
 
+    Attributes:
+        repeats_prompts: whether the answer repeats its prompts.
+
     Args:
         model: the client's name for the model.
         request: the client's request.
@@ -38,6 +41,7 @@ class ChoicesWriter:
     OBJECT_TYPE: ClassVar[str]
     CHUNK_OBJECT_TYPE: ClassVar[str]
     BYTES_PER_LOGPROB: ClassVar[int]
+    repeats_prompts: bool = False
 
     def __init__(self, model: str, request: ChoicesRequest, **extra_fields: Any) -> None:
         self._fields = {

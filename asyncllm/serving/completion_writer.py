@@ -33,6 +33,7 @@ class CompletionWriter(ChoicesWriter):
         # Keep no reference to the request: its prompts may take megabytes.
         self._should_generate, self._num_outputs = request.should_generate, request.num_outputs
         self._tokenizer = tokenizer
+        self.repeats_prompts = bool(request.echo)
         top = request.logprobs
         prompts = request.prompts
         num_choices = len(prompts) * request.num_outputs
@@ -53,7 +54,7 @@ class CompletionWriter(ChoicesWriter):
         echoes = first_choice_index + delta.index in self._unechoed_choices
         choice = self._make_choice(delta, first_choice_index, stream)
         if echoes and self._has_echoed(first_choice_index // self._num_outputs):
-            stream._drop_prompt_logprobs()
+            stream._drop_prompt()
         if not choice["text"] and not delta.logprobs and delta.finish_reason is None:
             return ""
         return self._chunk(

@@ -151,6 +151,7 @@ class ResponseTurn:
         events, pacer = self.events, self._server_context.frame_pacer
         should_generate = events.should_generate
         self.stream._drop_read_output()  # ``events`` has what the last events repeat.
+        self.stream._drop_prompt()
         async for delta in self.stream:
             if should_generate:
                 num_bytes = num_logprobs_bytes(delta.logprobs, BYTES_PER_ENTRY)

@@ -30,7 +30,7 @@ class RunningUsage:
         # Long chunks are written on a worker thread: two prompts may be counted concurrently.
         with self._lock:
             if first_choice_index not in self._num_prompt_tokens:
-                self._num_prompt_tokens[first_choice_index] = len(stream.prompt_token_ids or ())
+                self._num_prompt_tokens[first_choice_index] = stream._num_prompt_tokens
             self._num_generated_tokens += len(delta.token_ids)
             prompt, generated = sum(self._num_prompt_tokens.values()), self._num_generated_tokens
         return encode_json(
