@@ -115,6 +115,7 @@ class OutputProcessor:
         """End a request while other members of its group continue; its last delta has the finish
         reason."""
         request.group.num_ended += 1
+        _release_grammar(request)
         _put_last_delta(request, last_delta.text, last_delta.token_ids, last_delta.logprobs)
         self._admission.mark_members_ended((request,))
 
@@ -177,11 +178,7 @@ class OutputProcessor:
         group.cancelled = True
         self._admission.forget_group(group)
         for member in group.members:
-            # Release the grammar, as the application may keep the stream or its error: grammars in
-            # use take memory that other compilations need.
-            grammar, member.structured_output = member.structured_output, None
-            if grammar is not None:
-                grammar.release()
+            _release_grammar(member)
         if not isinstance(error, EngineDeadError):  # Another engine may take over the request.
             group.raw_prompt = None
             if group.param_bytes:
@@ -301,6 +298,14 @@ class OutputProcessor:
             channel.is_backpressured = False
             for request in group.members:
                 self._scheduler.resume(request)
+
+
+def _release_grammar(request: Request) -> None:
+    """Free an ended request's grammar, as the application may keep the stream or its error:
+    grammars in use take memory that other compilations need, and their parsers take memory too."""
+    grammar, request.structured_output = request.structured_output, None
+    if grammar is not None:
+        grammar.release()
 
 
 def _put_last_delta(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from asyncllm.core.request import OutputGrammar, Request, Status
 from asyncllm.owner_lines import OwnerLines
 
-FREE_ACCEPT_SECONDS = 20e-6
-"""CPU seconds to accept a token that count as no memory. Grammars of programming languages and
-usual schemas take 2 to 7 microseconds a token."""
+FREE_ACCEPT_SECONDS = 60e-6
+"""CPU seconds to accept a token, on average over an output, that count as no memory. Grammars of
+programming languages and usual schemas take 2 to 7 microseconds a token, and up to 40 on busy
+cores."""
 
-PARSER_BYTES_PER_SECOND = 160_000_000
+PARSER_BYTES_PER_SECOND = 150_000_000
 """Estimated memory that a parser takes in a second of accepting tokens, beyond
 FREE_ACCEPT_SECONDS for each. llguidance does not tell its memory. It took 25 KiB for a token that
 took 335 microseconds, 13 KiB for one of 131, 7.6 KiB for one of 57 and 5.5 KiB for one of 39."""
@@ -21,13 +22,14 @@ MAX_PARSER_BYTES = 96 << 20
 """Maximum estimated memory of all parsers that count, before outputs are held back."""
 
 
-def estimate_parser_bytes(accept_seconds: float) -> float:
-    """Estimate the memory that a parser takes for a token.
+def estimate_parser_bytes(accept_seconds: float, num_tokens: int) -> float:
+    """Estimate the memory of an output's parser.
 
     Args:
-        accept_seconds: CPU seconds that it took to accept the token.
+        accept_seconds: CPU seconds that the parser took to accept all tokens.
+        num_tokens: number of these tokens.
     """
-    return max(0.0, accept_seconds - FREE_ACCEPT_SECONDS) * PARSER_BYTES_PER_SECOND
+    return max(0.0, accept_seconds - num_tokens * FREE_ACCEPT_SECONDS) * PARSER_BYTES_PER_SECOND
 
 
 class ParserMemory:

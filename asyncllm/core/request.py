@@ -51,7 +51,9 @@ class OutputGrammar(Protocol):
 
     num_masks_ahead: int
     awaits_mask: bool
-    parser_bytes: float
+
+    @property
+    def parser_bytes(self) -> float: ...
 
     @property
     def is_held(self) -> bool: ...

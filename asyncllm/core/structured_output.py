@@ -43,7 +43,6 @@ class RequestGrammar:
         first_mask: the matcher's mask until it accepts a token; None afterwards, and if it is not
             known.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
-        parser_bytes: estimated memory of the matcher; see ``parser_memory``.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step. While
             it is not 0, a token is accepted along with the next mask.
         pending_token: the last token, if it waits for the next mask.
@@ -62,7 +61,8 @@ class RequestGrammar:
     mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
     first_mask: bytes | None = None
     accept_seconds: float = field(init=False, default=0.0)
-    parser_bytes: float = field(init=False, default=0.0)
+    _all_accept_seconds: float = field(init=False, default=0.0)
+    _num_accepted_tokens: int = field(init=False, default=0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
     next_mask: Future[MaskResult] | None = field(init=False, default=None)
@@ -130,7 +130,8 @@ class RequestGrammar:
         self.first_mask = None
         began = self.clock()
         is_allowed = self.matcher.accept(token_id)
-        self.parser_bytes += estimate_parser_bytes(self.clock() - began)
+        self._all_accept_seconds += self.clock() - began
+        self._num_accepted_tokens += 1
         if not is_allowed:
             raise _grammar_violation_error(request, token_id)
 
@@ -209,6 +210,11 @@ class RequestGrammar:
             "under the grammar of structured_outputs: it admits nothing there, or the tokenizer "
             "cannot spell what it does"
         )
+
+    @property
+    def parser_bytes(self) -> float:
+        """Estimated memory of the matcher."""
+        return estimate_parser_bytes(self._all_accept_seconds, self._num_accepted_tokens)
 
     @property
     def is_held(self) -> bool:
