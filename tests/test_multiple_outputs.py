@@ -23,6 +23,7 @@ from asyncllm import (
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.core.admission import Admission
 from asyncllm.core.request import Request
+from asyncllm.metrics import EngineMetrics
 from asyncllm.observer import outputs_of
 from asyncllm.outputs import CompletionOutput, Logprob, TokenLogprobs
 from asyncllm.stream import TokenStream
@@ -271,6 +272,7 @@ async def test_an_ended_request_keeps_no_long_parameters():
     params = SamplingParams(n=3, max_tokens=4, logprobs=1, seed=1, **lists)
     async with AsyncLLMEngine(num_blocks=64) as engine:
         expected = await engine.generate("1", params)
+        EngineMetrics(engine)  # Its observer refers to requests.
         stream, unkept = engine.stream("1", params), engine.stream("1", params)
         unkept._drop_read_output()
         unkept._drop_prompt()

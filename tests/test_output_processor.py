@@ -95,7 +95,7 @@ class Rig:
 
     def group(self, size=1, *, name="g", max_unread=256, on_slow="coalesce", **params):
         group = RequestGroup(name, Channel(max_unread=max_unread, on_slow=on_slow), arrived_at=4.0)
-        group.notifier = Notifier()
+        group.notifier = self.notifier = Notifier()
         for _ in range(size):
             request = Request(
                 group,
@@ -146,7 +146,7 @@ def test_a_token_is_a_delta_and_the_first_is_told():
         Delta("6 ", (6,)),
     ]
     assert request.first_token_at == 10.0
-    assert group.notifier.told == ["first"]
+    assert rig.notifier.told == ["first"]
     assert (end_of(group), rig.counts) == (None, (0, 0, 0))
 
 
@@ -174,7 +174,7 @@ def test_the_last_token_comes_with_the_end(reason, token_id, include, last, held
     assert final.usage.total_time == 8.5
     assert final.usage.completion_tokens == 2
     assert (rig.counts, rig.forgotten, group.cancelled) == ((1, 0, 0), [group], True)
-    assert group.notifier.told == ["first", (8.5, None)]
+    assert rig.notifier.told == ["first", (8.5, None)]
 
 
 @pytest.mark.parametrize("reason", [None, "length", "stop"])
@@ -336,7 +336,7 @@ def test_abort_releases_held_text_and_counts_once():
         rig.processor.abort(group)
         rig.processor.fail(group, RequestError("late"))
     assert (rig.counts, rig.forgotten) == ((0, 1, 0), [group])
-    assert group.notifier.told == ["first", (6.0, None)]
+    assert rig.notifier.told == ["first", (6.0, None)]
 
 
 @pytest.mark.parametrize("detokenizer", [True, False])
@@ -387,7 +387,7 @@ def test_an_error_ends_the_whole_group(own):
     assert all(member.is_finished for member in members)
     assert [member.finish_reason for member in members] == [None, None]
     assert (rig.counts, rig.forgotten) == ((0, 0, 1), [group])
-    assert group.notifier.told == [(6.0, final)]
+    assert rig.notifier.told == [(6.0, final)]
 
 
 def test_undecodable_text_fails_the_request():

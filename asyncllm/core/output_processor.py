@@ -213,6 +213,7 @@ class OutputProcessor:
             # Notify the observers before the reader can see the end, so that metrics include every
             # result that was read.
             group.notifier.notify_finish(usage, error)
+            group.notifier = None  # It refers to a request, and the stream to the group.
 
     def flush_wakeups(self) -> None:
         """Wake the readers of new output, with one call per event loop. Abort the streams
