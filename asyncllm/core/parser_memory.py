@@ -44,7 +44,7 @@ class ParserMemory:
     def __init__(self) -> None:
         self._large: dict[Request, OutputGrammar] = {}
         self._held: OwnerLines[Request] = OwnerLines()
-        self._max_held = 64
+        self._num_held, self._max_held = 0, 64
         self._num_bytes = 0.0
         self._running: Request | None = None
 
@@ -69,13 +69,14 @@ class ParserMemory:
         """Hold an output back until ``next_resumed`` returns it. Outputs that have begun come
         before others of their owner."""
         self._held.push(request.owner, request, rank=0 if has_begun else 1)
+        self._num_held += 1
 
     def next_resumed(self) -> Request | None:
         """Remove and return the next output that goes on; None if none may. Counts all memory anew:
         call this until it returns None, in each turn of the engine's loop."""
-        if not (self._large or self._held):
+        if not (self._large or self._num_held):
             return None
-        if len(self._held) > self._max_held:
+        if self._num_held > self._max_held:
             self._drop_ended()
         large = {one: grammar for one, grammar in self._large.items() if not one.is_finished}
         self._large = large
@@ -89,7 +90,7 @@ class ParserMemory:
         if self._running is not None and self._num_bytes > MAX_PARSER_BYTES / 2:
             return None
         while (request := self._held.peek()) is not None:
-            self._held.discard(request.owner, request)
+            self._discard(request)
             self._held.end_turn(request.owner)
             if not request.is_finished:
                 return request
@@ -99,5 +100,9 @@ class ParserMemory:
         """Drop held outputs that have ended. Called each time their number has doubled."""
         for request in list(self._held):
             if request.is_finished:
-                self._held.discard(request.owner, request)
-        self._max_held = 2 * len(self._held) + 64
+                self._discard(request)
+        self._max_held = 2 * self._num_held + 64
+
+    def _discard(self, request: Request) -> None:
+        self._held.discard(request.owner, request)
+        self._num_held -= 1
