@@ -86,8 +86,9 @@ class OutputProcessor:
             return
         if request.first_token_at is None:
             request.first_token_at = now
-            if group.notifier is not None and request.index == 0:
-                group.notifier.notify_first_token()
+            notifier = group.notifier  # Another thread may end the group, and drop it.
+            if notifier is not None and request.index == 0:
+                notifier.notify_first_token()
         channel = group.channel
         try:
             detokenizer = request.output.detokenizer or _make_detokenizer(request)
