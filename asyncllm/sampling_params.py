@@ -203,8 +203,8 @@ class SamplingParams:
             self._set_field("structured_outputs", parse_structured_outputs(self.structured_outputs))
 
     def __copy__(self) -> Self:
-        # Many times as fast as ``copy`` with the methods that ``dataclass`` generates for frozen
-        # instances with slots: the loop runs in C.
+        # This loop runs in C. ``copy`` with the methods that ``dataclass`` generates for frozen
+        # instances with slots would be many times slower.
         copied, names = object.__new__(type(self)), self.__dataclass_fields__
         values = map(getattr, repeat(self), names)
         deque(map(object.__setattr__, repeat(copied), names, values), maxlen=0)

@@ -132,8 +132,8 @@ class TokenStream(UncopyableHandle):
         return self._group.num_prompt_tokens
 
     def _drop_prompt(self) -> None:
-        """Do not keep the prompt and its log-probabilities, which are not read any more: the
-        request is freed when it has ended, even if the client has not read the output."""
+        """Drop the prompt and its log-probabilities, which no code reads afterwards. An ended
+        request is then freed, even if the client has not read the output."""
         if self._request is not None:
             self._request.prompt_logprobs = None
             self._request = None
@@ -144,8 +144,8 @@ class TokenStream(UncopyableHandle):
         return self._num_outputs
 
     def _drop_read_output(self) -> None:
-        """Keep no deltas from now on: ``completion`` will not be called. Outputs that have ended
-        are freed then, even if the client has not read them."""
+        """Drop the deltas read so far, and keep no later ones; ``completion`` may not be called
+        afterwards. Ended outputs are then freed, even if the client has not read them."""
         self._keeps_output, self._outputs, self._single_output_texts = False, [], None
 
     @property

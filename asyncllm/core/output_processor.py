@@ -214,7 +214,7 @@ class OutputProcessor:
             # Notify the observers before the reader can see the end, so that metrics include every
             # result that was read.
             group.notifier.notify_finish(usage, error)
-            group.notifier = None  # It refers to a request, and the stream to the group.
+            group.notifier = None  # It keeps a request alive while a stream keeps the group.
 
     def flush_wakeups(self) -> None:
         """Wake the readers of new output, with one call per event loop. Abort the streams
@@ -259,7 +259,7 @@ class OutputProcessor:
         unfinished = group.unfinished_requests
         if not unfinished:
             return
-        # The last first: the scheduler's queue is slow to remove its first request.
+        # Finish the last member first: the scheduler's queue is slow to remove its first request.
         for request in reversed(unfinished):
             self._scheduler.finish(request, "abort")
         last = unfinished.pop()
@@ -289,7 +289,7 @@ class OutputProcessor:
         if not group.channel.ended:
             # The application may keep the error, and its frames would keep their variables alive.
             replace_tracebacks_by_note(error)
-            for request in reversed(group.members):  # As in ``abort``.
+            for request in reversed(group.members):  # In reverse, for the reason in ``abort``.
                 self._scheduler.finish(request, None)
             self.end_group(group.members[-1], error)
 
@@ -303,8 +303,11 @@ class OutputProcessor:
 
 
 def _release_grammar(request: Request) -> None:
-    """Free an ended request's grammar, as the application may keep the stream or its error:
-    grammars in use take memory that other compilations need, and their parsers take memory too."""
+    """Free the grammar of an ended request.
+
+    The application may keep the request's stream or error. A grammar in use takes memory that other
+    compilations need, and its parser takes memory too.
+    """
     grammar, request.structured_output = request.structured_output, None
     if grammar is not None:
         grammar.release()
@@ -377,7 +380,7 @@ def as_request_error(group: RequestGroup, error: BaseException) -> Exception:
 
 
 def _make_detokenizer(request: Request) -> Detokenizer:
-    """Make the detokenizer of an output after its group's first."""
+    """Make the detokenizer of an output that is not the first of its group."""
     assert request.first_member is not None
     prompt = request.token_ids[: request.num_prompt_tokens]
     detokenizer = request.first_member.output.make_detokenizer(prompt)

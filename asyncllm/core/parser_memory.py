@@ -6,14 +6,15 @@ from asyncllm.core.request import OutputGrammar, Request, Status
 from asyncllm.owner_lines import OwnerLines
 
 FREE_ACCEPT_SECONDS = 60e-6
-"""CPU seconds to accept a token, on average over an output, that count as no memory. Grammars of
-programming languages and usual schemas take 2 to 7 microseconds a token, and up to 40 on busy
+"""Average CPU seconds to accept a token up to which a parser's memory is estimated as 0. Grammars
+of programming languages and usual schemas take 2 to 7 microseconds a token, and up to 40 on busy
 cores."""
 
 PARSER_BYTES_PER_SECOND = 150_000_000
-"""Estimated memory that a parser takes in a second of accepting tokens, beyond
-FREE_ACCEPT_SECONDS for each. llguidance does not tell its memory. It took 25 KiB for a token that
-took 335 microseconds, 13 KiB for one of 131, 7.6 KiB for one of 57 and 5.5 KiB for one of 39."""
+"""Estimated bytes that a parser allocates per CPU second of accepting tokens, beyond
+FREE_ACCEPT_SECONDS for each token. llguidance does not report its memory. It took 25 KiB for a
+token that took 335 microseconds, 13 KiB for one of 131, 7.6 KiB for one of 57 and 5.5 KiB for one
+of 39."""
 
 MIN_LARGE_PARSER_BYTES = 1 << 16
 """Minimum estimated memory of a parser that counts."""
@@ -35,10 +36,11 @@ def estimate_parser_bytes(accept_seconds: float, num_tokens: int) -> float:
 class ParserMemory:
     """Decides which outputs wait because parsers take much memory.
 
-    An Earley parser keeps what it has read until the output ends, up to 25 KiB a token. Beyond
-    MAX_PARSER_BYTES, of the outputs with large parsers only one goes on. The others are held back,
-    without a slot, until it has ended, in turns by owner, or until parsers take half as much. No
-    further output of their owners begins until then. So this delays outputs, and changes no token.
+    An Earley parser keeps the items of all tokens until the output ends, up to 25 KiB a token.
+    Beyond MAX_PARSER_BYTES, of the outputs with large parsers only one goes on. The others are held
+    back, without a slot, until it has ended, in turns by owner, or until parsers take half as much.
+    No further output of their owners begins until then. So this delays outputs, and changes no
+    token.
     """
 
     def __init__(self) -> None:

@@ -274,8 +274,8 @@ class Request:
             self.token_ids = self.token_ids.copy()
 
     def drop_long_params(self) -> None:
-        """Free the lists, dicts and texts among the parameters, and all that was made of them. Call
-        this once the request has ended: its reader needs to know only about log-probabilities."""
+        """Free the long parameters of an ended request: lists, dicts and texts, and the token rules
+        and detokenizer made from them. The reader still needs ``sampling.logprobs``."""
         self.sampling = SamplingParams(logprobs=self.sampling.logprobs)
         self.stop_token_ids, self.token_rules, self.output = frozenset(), None, None
 

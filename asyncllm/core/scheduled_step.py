@@ -48,7 +48,7 @@ class ScheduledStep:
         batch.samples = [batch.samples[i] for i in order]
 
     def masked_rows(self) -> list[int]:
-        """Rows whose tokens a grammar restricts."""
+        """Indices of the rows that sample a token under a grammar."""
         samples = self.batch.samples
         return [
             row

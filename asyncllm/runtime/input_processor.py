@@ -466,7 +466,7 @@ class InputProcessor:
             if sampling.detokenize
             else NullDetokenizer.of_prompt
         )
-        # The first member's is made here, so that a prompt that cannot be decoded is refused.
+        # Make the first member's detokenizer now: a prompt that cannot be decoded is then refused.
         output.detokenizer = output.make_detokenizer(token_ids)
         request.set_prompt(token_ids)
         _share_prompt(request)

@@ -63,7 +63,7 @@ async def handle_completion_request(
     """
 
     num_logprobs_bytes = num_echoed_bytes = 0
-    # The budget belongs to the event loop, so make it here.
+    # Make the budget here: only the event loop's thread may claim from it.
     logprobs_budget = server_context.packed_logprobs_budget
 
     def submit(request: RequestT) -> tuple[bool | None, Sequence[TokenStream], ChoicesWriter]:
@@ -80,7 +80,7 @@ async def handle_completion_request(
         return request.stream, streams, writer_type(model, request, server_context.engine.tokenizer)
 
     def submit_bytes(request: RequestT) -> int:
-        """Bytes of JSON that are parsed in the time of submitting the request."""
+        """Estimate the time to submit a request, as a number of JSON bytes parsed in that time."""
         num_outputs = min(request.num_outputs, INTEGER_FIELD_BOUNDS["n"][1])  # More are refused.
         return request.num_prompts * num_outputs * _BYTES_PER_OUTPUT
 
@@ -135,7 +135,7 @@ async def _send_full_answer(
     answer = await _make_full_answer(
         server_context, exchange, streams, writer, echo_claim.num_bytes
     )
-    # Free what the answer has now: the client may read it slowly.
+    # Free the outputs and prompts: the answer has copies, and the client may read it slowly.
     for stream in streams:
         stream._drop_read_output()
         stream._drop_prompt()
