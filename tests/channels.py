@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import asyncllm
 from asyncllm.core.channel import Channel
 from asyncllm.core.output_processor import DetokenizerState, OutputProcessor
+from asyncllm.core.parser_memory import ParserMemory
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.errors import RequestError
 from asyncllm.observer import ObserverNotifier
@@ -132,7 +133,9 @@ class ChannelRig:
         )
         self.forgotten: list[RequestGroup] = []
         admission = SimpleNamespace(forget_group=self.forgotten.append)
-        self.output_processor = OutputProcessor(self.scheduler, admission, lambda: 0.0)
+        self.output_processor = OutputProcessor(
+            self.scheduler, admission, lambda: 0.0, ParserMemory()
+        )
         self.observed = Ends()
         self.group.notifier = ObserverNotifier(self.request, (self.observed,))
         self.group.notifier.notify_submit(None)

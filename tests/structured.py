@@ -113,15 +113,18 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
     return asked
 
 
-async def texts_of(rig: ByteRig, count: int = 12, **overrides: Any) -> list[Any]:
+async def texts_of(
+    rig: ByteRig, count: int = 12, max_unread: int | None = None, **overrides: Any
+) -> list[Any]:
     """Texts, tokens and finish reasons of ``mixed_requests``, after a step for each that compiles
-    its grammar."""
+    its grammar. They are read one after the other; with ``max_unread`` the others pause."""
+    slow = {} if max_unread is None else {"on_slow": "pause", "max_unread": max_unread}
     async with rig.engine(**overrides) as engine:
         for one in mixed_requests(count):
             await engine.generate("x", max_tokens=1, **one)
         await engine.pause()  # so that all are in the first steps
         streams = [
-            engine.stream(f"prompt {i}", max_tokens=60, ignore_eos=True, **one)
+            engine.stream(f"prompt {i}", max_tokens=60, ignore_eos=True, **slow, **one)
             for i, one in enumerate(mixed_requests(count))
         ]
         await engine.resume()

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from asyncllm.core import parser_memory
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.mask_thread import MaskThread
 from asyncllm.core.request import Status
@@ -31,6 +32,10 @@ LENGTH = 12
 
 def known_quick() -> MaskSpeed:
     return MaskSpeed(MIN_QUICK_MASKS)
+
+
+def grammar_of(rig: Rig, matcher: Any, speed: MaskSpeed) -> RequestGrammar:
+    return RequestGrammar(lambda: matcher, clock=rig.clock, mask_speed=speed)
 
 
 class SlowMatcher:
@@ -108,7 +113,7 @@ class SlowRig(Rig):
         self.hostile = self.group(LENGTH, name="slow")
         self.request = self.hostile.members[0]
         self.grammar = self.request.structured_output = RequestGrammar(
-            self.matcher, clock=self.clock, mask_speed=known_quick()
+            lambda: self.matcher, clock=self.clock, mask_speed=known_quick()
         )
         self.neighbour = self.group(4 * LENGTH, name="neighbour").members[0]
 
@@ -193,7 +198,7 @@ def test_many_quick_masks_delay_no_rows_without_masks(
         matcher = SlowMatcher(rig)
         matcher.seconds = 1e-4 * (1 + i / 1000)
         matcher.gate.set()
-        grammar = RequestGrammar(matcher, clock=rig.clock, mask_speed=known_quick())
+        grammar = grammar_of(rig, matcher, known_quick())
         rig.group(LENGTH, name=f"{i}").members[0].structured_output = grammar
         grammars.append(grammar)
     for i in range(num_others):
@@ -201,7 +206,7 @@ def test_many_quick_masks_delay_no_rows_without_masks(
     gone = rig.group(LENGTH, name="gone")
     matcher = SlowMatcher(rig)
     matcher.slow = False
-    grammar = RequestGrammar(matcher, clock=rig.clock, mask_speed=known_quick())
+    grammar = grammar_of(rig, matcher, known_quick())
     gone.members[0].structured_output = grammar
     rig.steps(2)
     rig.core.abort(gone)  # In flight its row is left without a mask, and waits for none.
@@ -224,7 +229,7 @@ def test_a_step_makes_one_slow_mask_of_a_grammar(depth: int, num_outputs: int) -
             matcher.gate.set()
             matcher.slow, matcher.seconds = False, seconds
             request = rig.group(LENGTH, name=f"{i}").members[0]
-            grammar = RequestGrammar(matcher, clock=rig.clock, mask_speed=speed)
+            grammar = grammar_of(rig, matcher, speed)
             request.structured_output = grammar
             grammars.append(grammar)
             matchers.append(matcher)
@@ -263,7 +268,7 @@ def test_a_step_makes_one_failing_mask_of_a_grammar(depth: int) -> None:
         matcher = SlowMatcher(rig)
         matcher.gate.set()
         matcher.slow = False
-        request.structured_output = RequestGrammar(matcher, clock=rig.clock, mask_speed=speed)
+        request.structured_output = grammar_of(rig, matcher, speed)
         grammars.append(matcher)
     rig.steps(4)
     began_at = rig.now
@@ -425,6 +430,47 @@ def test_slow_masks_change_no_output(
         found = asyncio.run(texts_of(rig, 6))
     if share == 1 and num_blocks == 257 and fault is None:  # free rows beside the slow ones
         assert "asyncllm-masks_0" in threads
+    assert found == texts_without_delay(num_blocks)
+
+
+@settings(max_examples=12, deadline=None)
+@example(depth=1, num_blocks=257, max_bytes=10**6, max_unread=20, min_quick_masks=0)
+@example(depth=2, num_blocks=257, max_bytes=0, max_unread=8, min_quick_masks=256)
+@example(depth=2, num_blocks=257, max_bytes=2000, max_unread=None, min_quick_masks=0)
+@given(
+    depth=st.sampled_from([1, 2]),
+    num_blocks=st.sampled_from([33, 257]),
+    max_bytes=st.integers(0, 20_000),
+    max_unread=st.none() | st.integers(1, 30),
+    min_quick_masks=st.sampled_from([0, 4, 256]),
+)
+def test_dropped_parsers_change_no_output(
+    depth: int, num_blocks: int, max_bytes: int, max_unread: int | None, min_quick_masks: int
+) -> None:
+    drops: list[int] = []
+    drop_parser = RequestGrammar.drop_parser
+
+    def counted(self: RequestGrammar) -> None:
+        drop_parser(self)
+        drops.append(self.num_tokens_to_replay)
+
+    rig = ByteRig(depth=depth, num_blocks=num_blocks)
+    with (
+        mock.patch.object(RequestGrammar, "drop_parser", counted),
+        mock.patch("asyncllm.core.structured_output.FREE_ACCEPT_SECONDS", 0.0),
+        mock.patch.multiple(
+            parser_memory,
+            MIN_LARGE_PARSER_BYTES=0,
+            MAX_PARSER_BYTES=max_bytes,
+            MAX_UNREAD_PARSER_BYTES=0,
+        ),
+        mock.patch("asyncllm.structured.grammar.MIN_QUICK_MASKS", min_quick_masks),
+    ):
+        found = asyncio.run(texts_of(rig, 6, max_unread))
+    if num_blocks == 257 and max_bytes == 0:
+        assert drops
+    if (num_blocks, max_bytes, max_unread) == (257, 10**6, 20):
+        assert max(drops) > 16  # More than are replayed at a time.
     assert found == texts_without_delay(num_blocks)
 
 

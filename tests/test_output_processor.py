@@ -13,6 +13,7 @@ from asyncllm.core.output_processor import (
     make_partial_completion,
     make_usage,
 )
+from asyncllm.core.parser_memory import ParserMemory
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.errors import RequestError
 from asyncllm.outputs import Delta
@@ -87,7 +88,7 @@ class Rig:
         admission = SimpleNamespace(
             mark_members_ended=self.left.extend, forget_group=self.forgotten.append
         )
-        self.processor = OutputProcessor(scheduler, admission, lambda: self.now)
+        self.processor = OutputProcessor(scheduler, admission, lambda: self.now, ParserMemory())
 
     def finish(self, request, reason):
         if not request.is_finished:

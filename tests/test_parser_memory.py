@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,22 +22,27 @@ BYTES_PER_TOKEN = 0.001 * parser_memory.PARSER_BYTES_PER_SECOND
 
 
 class LargeMatcher:
-    """Allows everything, and takes time to accept a token."""
+    """Allows everything, and takes time to accept a token. Checks that it has accepted all tokens
+    of its output before it makes a mask."""
 
-    def __init__(self, rig: Rig) -> None:
+    seconds = SECONDS_PER_TOKEN
+    slow_seconds = 0.0
+
+    def __init__(self, rig: Rig, request: Request) -> None:
         self.rig = rig
-        self.seconds = SECONDS_PER_TOKEN
-        self.slow_seconds = 0.0
-        self.num_accepted = 0
+        self.request = request
+        self.accepted: list[int] = []
         self.is_released = False
 
     def accept(self, token_id: int) -> bool:
-        is_slow = self.num_accepted % 4 == 0
+        assert not self.is_released
+        is_slow = len(self.accepted) % 4 == 0
         self.rig.now += self.slow_seconds if is_slow and self.slow_seconds else self.seconds
-        self.num_accepted += 1
+        self.accepted.append(token_id)
         return True
 
     def bitmask(self) -> bytearray:
+        assert self.accepted == list(self.request.output_token_ids)
         return bytearray(b"\xff" * 125 + bytes(3))
 
     def rollback(self, num_tokens: int) -> None:
@@ -57,15 +63,26 @@ class LargeRig(Rig):
 
     def __init__(self, **limits: Any) -> None:
         super().__init__(max_queued_requests=20, max_num_seqs=NUM_SLOTS, **limits)
+        self.matchers: list[LargeMatcher] = []
         self.large = [self.make_large(f"large {i}", "ab"[i // 3]) for i in range(NUM_SLOTS)]
 
     def make_large(self, name: str, owner: str, **options: Any) -> Request:
         request = self.group(LENGTH, name=name, **options).members[0]
         request.owner = owner
-        request.structured_output = RequestGrammar(
-            LargeMatcher(self), clock=self.clock, mask_speed=MaskSpeed(MIN_QUICK_MASKS)
-        )
+        request.structured_output = self.make_grammar(request)
         return request
+
+    def make_grammar(self, request: Request) -> RequestGrammar:
+        def new_matcher() -> LargeMatcher:
+            self.matchers.append(LargeMatcher(self, request))
+            return self.matchers[-1]
+
+        return RequestGrammar(new_matcher, clock=self.clock, mask_speed=MaskSpeed(MIN_QUICK_MASKS))
+
+    @property
+    def num_parsers(self) -> int:
+        """Number of the matchers that keep tokens."""
+        return sum(1 for one in self.matchers if one.accepted and not one.is_released)
 
     def turn(self) -> None:
         self.steps(1)
@@ -114,17 +131,17 @@ def rig(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[LargeRig]:
 
 def expected(**limits: Any) -> list[list[int]]:
     rig = LargeRig(**limits)
-    for request in rig.large:
-        grammar: Any = request.structured_output
-        grammar.matcher.seconds = 0.0
+    for matcher in rig.matchers:
+        matcher.seconds = 0.0
     tokens = rig.finish()
     rig.core._mask_maker.close()
     return tokens
 
 
-def test_one_goes_on_and_the_others_free_their_slots(rig: LargeRig) -> None:
+def test_one_goes_on_and_the_others_drop_their_parsers_and_slots(rig: LargeRig) -> None:
     rig.until_held()
     (running,) = rig.going_on
+    assert rig.num_parsers == 1
     at = {one: one.num_output_tokens for one in rig.held}
     assert all(3 <= count < LENGTH - 2 for count in at.values())
     plain = rig.group(4, name="plain").members[0]
@@ -150,15 +167,23 @@ def test_owners_take_turns(rig: LargeRig) -> None:
     assert order.index("b") < 2
 
 
-def test_all_go_on_once_there_is_memory(rig: LargeRig) -> None:
+@pytest.mark.parametrize(("num_tokens", "num_resumed"), [(8, 1), (3, 2), (2, 3)])
+def test_outputs_go_on_whose_parsers_fit_into_half_of_the_memory(
+    rig: LargeRig, num_tokens: int, num_resumed: int
+) -> None:
     rig.until_held()
-    for one in rig.going_on:
-        rig.core.on_abort(one.group)
+    (running,) = rig.going_on
     for one in rig.held:
         grammar: Any = one.structured_output
-        grammar._all_accept_seconds = 0.0
+        grammar._all_accept_seconds = num_tokens * 0.001
+        grammar._all_accept_seconds += (
+            grammar.num_tokens_to_replay * parser_memory.FREE_ACCEPT_SECONDS
+        )
+    rig.core.on_abort(running.group)
     rig.turn()
-    assert (len(rig.going_on), rig.held) == (NUM_SLOTS - 1, [])
+    assert len(rig.going_on) == num_resumed
+    rig.large.remove(running)
+    assert all(len(tokens) == LENGTH for tokens in rig.finish())
 
 
 def test_parsers_of_held_outputs_that_end_are_freed(rig: LargeRig) -> None:
@@ -175,59 +200,112 @@ def test_parsers_of_held_outputs_that_end_are_freed(rig: LargeRig) -> None:
     assert not rig.core._mask_maker._parser_memory._large
 
 
-def test_a_stream_that_is_not_read_holds_no_other_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_memory, "MAX_PARSER_BYTES", 3.5 * NUM_SLOTS * BYTES_PER_TOKEN)
-    rig = LargeRig()
-    unread = rig.make_large("unread", "c", on_slow="pause", max_unread=6)
+def make_unread(rig: LargeRig, count: int) -> list[Request]:
+    """Streams of one owner each, which pause once 6 tokens are unread."""
+    return [
+        rig.make_large(f"unread {i}", f"reader {i}", on_slow="pause", max_unread=6)
+        for i in range(count)
+    ]
+
+
+def read(rig: LargeRig, request: Request) -> None:
+    channel = request.group.channel
+    channel.num_read = channel.num_written
+    channel.max_unread = 64
+    rig.core.on_reader_caught_up(request.group)
+
+
+def test_a_stream_that_is_not_read_holds_no_other_back(rig: LargeRig) -> None:
+    (unread,) = make_unread(rig, 1)
     rig.large.append(unread)
     while not all(one.is_finished for one in rig.large[:-1]):
         rig.turn()
     assert unread.status is Status.PAUSED
-    channel = unread.group.channel
-    channel.num_read = channel.num_written
-    channel.max_unread = 64
-    rig.core.on_reader_caught_up(unread.group)
+    read(rig, unread)
     rig.finish()
     assert unread.num_output_tokens == LENGTH
+
+
+def test_streams_that_are_not_read_drop_their_parsers(
+    monkeypatch: pytest.MonkeyPatch, rig: LargeRig
+) -> None:
+    """The streams that have been unread longest, although their parsers are not large."""
+    limit = 2.5 * 5 * SECONDS_PER_TOKEN * parser_memory.PARSER_BYTES_PER_SECOND
+    monkeypatch.setattr(parser_memory, "MAX_UNREAD_PARSER_BYTES", limit)
+    monkeypatch.setattr("asyncllm.core.structured_output.FREE_ACCEPT_SECONDS", 1.0)
+    rig.finish()
+    rig.large = make_unread(rig, 12)
+    while len(rig.held) < 12:
+        rig.turn()
+        assert rig.num_parsers <= 2 + 2 * NUM_SLOTS  # Those that paused in this turn, and new ones.
+    rig.turn()
+    assert rig.num_parsers == 2
+    dropped = [one for one in rig.large if one.structured_output.is_held]  # pyright: ignore
+    assert dropped == rig.large[:10]
+    for one in (*rig.large[6:], *rig.large[:6]):
+        read(rig, one)
+        rig.turn()
+    assert rig.finish() == expected_unread(12)
+    assert rig.core._mask_maker._parser_memory._num_unread_bytes == 0
+
+
+def expected_unread(count: int) -> list[list[int]]:
+    rig = LargeRig()
+    rig.large = [rig.make_large(f"unread {i}", f"reader {i}") for i in range(count)]
+    for matcher in rig.matchers:
+        matcher.seconds = 0.0
+    tokens = rig.finish()
     rig.core._mask_maker.close()
+    return tokens
 
 
-def test_further_outputs_of_a_held_owner_begin_later(rig: LargeRig) -> None:
-    """So the number of parsers has a bound. Those of other owners begin at once."""
+def test_unread_streams_that_end_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch, rig: LargeRig
+) -> None:
+    monkeypatch.setattr(parser_memory, "MAX_UNREAD_PARSER_BYTES", 2.5 * 5 * BYTES_PER_TOKEN)
+    unread = make_unread(rig, 6)
+    while not all(one.status is Status.PAUSED for one in unread):
+        rig.turn()
+    for one in unread:
+        rig.core.on_abort(one.group)
+    rig.finish()
+    memory = rig.core._mask_maker._parser_memory
+    assert (rig.num_parsers, memory._unread, memory._large, len(memory._held)) == (0, {}, {}, 0)
+    assert memory._num_unread_bytes == 0
+
+
+def test_further_outputs_begin_while_others_are_held(rig: LargeRig) -> None:
     rig.until_held()
     (running,) = rig.going_on
-    owner = rig.held[0].owner
-    late = rig.make_large("late", owner or "")
-    ended = rig.make_large("ended", owner or "")
-    other = rig.make_large("other", "c")
-    rig.turn()
-    assert (late.status, ended.status) == (Status.NEW, Status.NEW)
-    assert other.status in (Status.WAITING, Status.RUNNING)
-    rig.core.on_abort(ended.group)
-    rig.large += [late, other]
+    further = [rig.make_large(f"further {i}", "abc"[i]) for i in range(3)]
+    rig.large += further
     while not running.is_finished:
-        assert late.status is Status.NEW
         rig.turn()
+        assert rig.num_parsers <= NUM_SLOTS
+    assert all(one.num_output_tokens for one in further)
     assert all(len(tokens) == LENGTH for tokens in rig.finish())
-    assert not ended.num_output_tokens
 
 
-def test_outputs_that_end_while_they_are_held_are_dropped(rig: LargeRig) -> None:
+def test_held_outputs_that_end_are_forgotten(rig: LargeRig) -> None:
     rig.until_held()
-    owner = rig.held[0].owner
-    for i in range(200):
-        rig.core.on_abort(rig.make_large(f"ended {i}", owner or "").group)
-        rig.steps(1)
-        assert len(rig.core._mask_maker._parser_memory._held) <= 70
+    for one in rig.held:
+        rig.core.on_abort(one.group)
+    rig.turn()
+    assert len(rig.core._mask_maker._parser_memory._held) == 0
+    rig.finish()
+
+
+def _same(matcher: LargeMatcher) -> LargeMatcher:
+    return matcher
 
 
 def test_an_output_that_ends_before_others_of_its_request_frees_its_parser() -> None:
     rig = Rig()
     group = rig.group(3, LENGTH, name="two")
-    matchers = [LargeMatcher(rig), LargeMatcher(rig)]
+    matchers = [LargeMatcher(rig, one) for one in group.members]
     for member, matcher in zip(group.members, matchers, strict=True):
         member.structured_output = RequestGrammar(
-            matcher, clock=rig.clock, mask_speed=MaskSpeed(MIN_QUICK_MASKS)
+            partial(_same, matcher), clock=rig.clock, mask_speed=MaskSpeed(MIN_QUICK_MASKS)
         )
     first, second = group.members
     while not first.is_finished:
@@ -239,22 +317,40 @@ def test_an_output_that_ends_before_others_of_its_request_frees_its_parser() -> 
     rig.core._mask_maker.close()
 
 
-def test_a_held_stream_that_is_read_again_holds_no_other_back(rig: LargeRig) -> None:
-    """Its reader resumes it, but it still waits for memory."""
+def test_a_held_stream_that_is_read_again_waits_for_memory(rig: LargeRig) -> None:
     rig.until_held()
-    one = rig.held[0]
-    one.group.channel.is_backpressured = True
-    rig.core.on_reader_caught_up(one.group)
-    assert one.status is Status.WAITING
+    for one in rig.held:
+        one.group.channel.is_backpressured = True
+    rig.turn()
+    for one in rig.held:
+        rig.core.on_reader_caught_up(one.group)
+        assert one.status is Status.PAUSED
+    rig.turn()
+    assert len(rig.held) == NUM_SLOTS - 1
+    assert rig.finish() == expected()
+
+
+def test_a_held_stream_that_nobody_reads_does_not_go_on(rig: LargeRig) -> None:
+    """The others go on, and it goes on once it is read."""
+    rig.until_held()
+    unread = rig.held[0]
+    unread.group.channel.is_backpressured = True
+    at = unread.num_output_tokens
+    while not all(one.is_finished for one in rig.large if one is not unread):
+        rig.turn()
+    rig.turn()
+    assert (unread.num_output_tokens, rig.num_parsers) == (at, 0)
+    rig.core.on_reader_caught_up(unread.group)
     assert rig.finish() == expected()
 
 
 def test_quick_parsers_do_not_count(rig: LargeRig) -> None:
     """A token now and then may take longer, as on a busy processor."""
+    for matcher in rig.matchers:
+        matcher.seconds = 0.0
+        matcher.slow_seconds = 4 * parser_memory.FREE_ACCEPT_SECONDS
     for request in rig.large:
         grammar: Any = request.structured_output
-        grammar.matcher.seconds = 0.0
-        grammar.matcher.slow_seconds = 4 * parser_memory.FREE_ACCEPT_SECONDS
         grammar._num_accepted_tokens = 3  # The slow token is the first of four.
     while not all(one.is_finished for one in rig.large):
         rig.turn()

@@ -25,12 +25,18 @@ END = (301, ord("e"), 302)
 
 class Follower:
     """Masks, the grammar and ReasoningTracker, in the engine's order: the mask, the grammar's own
-    advance, then the push as the token is delivered."""
+    advance, then the push as the token is delivered.
+
+    Attributes:
+        drops_parser: whether the parser is dropped behind each token, and made again for the mask.
+    """
+
+    drops_parser = False
 
     def __init__(self, backend: Any, *choices: str, **reasoning: Any) -> None:
         vocabulary = byte_vocabulary(*[b""] * 60)
         grammar = backend(vocabulary).compile(parse_structured_outputs({"choice": choices}))
-        self.output = RequestGrammar(grammar.new_matcher())
+        self.output = RequestGrammar(grammar.new_matcher)
         state: dict[str, Any] = {"is_thinking": False, "may_begin": True, "only_at_start": True}
         self.request: Any = SimpleNamespace(
             request_id="r",
@@ -50,14 +56,20 @@ class Follower:
     def take(self, *tokens: int) -> str | None:
         reason = None
         for token in tokens:
+            self.request.token_ids.append(token)
             reason = self.output.advance(self.request, token, None)
             self.request.reasoning.push(token)
+            if self.drops_parser:
+                self.output.drop_parser()
+                self.output.compute_mask(self.request)
         return reason
 
 
-@pytest.fixture(params=[LLGuidanceBackend, XGrammarBackend])
-def backend(request: pytest.FixtureRequest) -> Any:
-    return request.param
+@pytest.fixture(params=itertools.product([LLGuidanceBackend, XGrammarBackend], [False, True]))
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    backend, drops_parser = request.param
+    monkeypatch.setattr(Follower, "drops_parser", drops_parser)
+    return backend
 
 
 def test_a_delimiter_of_several_tokens_opens_thoughts(backend: Any) -> None:

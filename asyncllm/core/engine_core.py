@@ -25,6 +25,7 @@ from asyncllm.core.output_processor import (
     as_request_error,
     make_partial_completion,
 )
+from asyncllm.core.parser_memory import ParserMemory
 from asyncllm.core.request import OutputGrammar, RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
@@ -83,7 +84,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.admission = admission
         self.clock = clock
-        self.output_processor = OutputProcessor(scheduler, admission, clock)
+        parser_memory = ParserMemory()
+        self.output_processor = OutputProcessor(scheduler, admission, clock, parser_memory)
         self.pid = os.getpid()
         self.thread: threading.Thread | None = None
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
@@ -99,7 +101,7 @@ class EngineCore:
         self._closing_at: float | None = None
         self._only_paused_since: float | None = None
         self.closed = False
-        self._mask_maker = MaskMaker(self.send, self.scheduler)
+        self._mask_maker = MaskMaker(self.send, scheduler, parser_memory)
         self._sampled_step_number = -1
         self._num_steps = 0
         self._last_step_time = 0.0
@@ -250,7 +252,7 @@ class EngineCore:
         thread waits and gives up the GIL."""
         self._run_commands()
         self._expire_deadlines()
-        self._mask_maker.resume_held()
+        self._mask_maker.review_parsers()
         if self._closing_at is not None:
             self._close_if_due(self._closing_at)
         if self._calls_between_steps.due_calls and not self._in_flight:

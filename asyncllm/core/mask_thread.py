@@ -22,7 +22,7 @@ REST_TO_MASK_RATIO = 2
 """Rest after a mask, as a multiple of its duration. Masks take processor time, memory bandwidth and
 the GIL from the steps, whatever the thread's priority."""
 
-_GIL_YIELD_SECONDS = 0.00005
+GIL_YIELD_SECONDS = 0.00005
 """Seconds that the thread sleeps before each mask, so that the engine thread can acquire the GIL.
 With ``sleep(0)`` this thread often got the GIL back first."""
 
@@ -104,7 +104,7 @@ class MaskThread:
         return job
 
     def _make_next_mask(self) -> None:
-        time.sleep(_GIL_YIELD_SECONDS)
+        time.sleep(GIL_YIELD_SECONDS)
         with self._condition:
             while (job := self._take_next_job()) is None:
                 rest = self._rests_until - time.monotonic()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from asyncllm.core.admission import Admission
 from asyncllm.core.channel import Channel, Mailbox, StreamEnd, check_gil
+from asyncllm.core.parser_memory import ParserMemory
 from asyncllm.core.request import Request, RequestGroup, Status
 from asyncllm.core.scheduler import Scheduler, TokenEvent
 from asyncllm.core.tracebacks import replace_tracebacks_by_note
@@ -66,7 +67,11 @@ class OutputProcessor:
     """
 
     def __init__(
-        self, scheduler: Scheduler, admission: Admission, clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        admission: Admission,
+        clock: Callable[[], float],
+        parser_memory: ParserMemory,
     ) -> None:
         check_gil()
         self.num_finished = 0
@@ -75,6 +80,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._admission = admission
         self._clock = clock
+        self._parser_memory = parser_memory
         self._channels_to_wake: list[Channel] = []
         self._mailboxes_with_unread: set[Mailbox] = set()
 
@@ -116,7 +122,7 @@ class OutputProcessor:
         """End a request while other members of its group continue; its last delta has the finish
         reason."""
         request.group.num_ended += 1
-        _release_grammar(request)
+        self._release_grammar(request)
         _put_last_delta(request, last_delta.text, last_delta.token_ids, last_delta.logprobs)
         self._admission.mark_members_ended((request,))
 
@@ -155,6 +161,7 @@ class OutputProcessor:
             return
         for request in group.members:
             self._scheduler.pause(request)
+            self._parser_memory.add_unread(request)
         channel.is_backpressured = True
         if channel.num_unread < channel.max_unread:
             # The reader caught up before it could see ``is_backpressured``, so it sends no
@@ -179,7 +186,7 @@ class OutputProcessor:
         group.cancelled = True
         self._admission.forget_group(group)
         for member in group.members:
-            _release_grammar(member)
+            self._release_grammar(member)
         if not isinstance(error, EngineDeadError):  # Another engine may take over the request.
             group.raw_prompt = None
             if group.param_bytes:
@@ -299,18 +306,24 @@ class OutputProcessor:
         if channel.is_backpressured:
             channel.is_backpressured = False
             for request in group.members:
-                self._scheduler.resume(request)
+                grammar = request.structured_output
+                if grammar is not None and grammar.is_held:
+                    self._parser_memory.hold(request)  # It waits for memory, too.
+                else:
+                    self._parser_memory.discard_unread(request)
+                    self._scheduler.resume(request)
 
+    def _release_grammar(self, request: Request) -> None:
+        """Free the grammar of an ended request.
 
-def _release_grammar(request: Request) -> None:
-    """Free the grammar of an ended request.
-
-    The application may keep the request's stream or error. A grammar in use takes memory that other
-    compilations need, and its parser takes memory too.
-    """
-    grammar, request.structured_output = request.structured_output, None
-    if grammar is not None:
-        grammar.release()
+        The application may keep the request's stream or error. A grammar in use takes memory that
+        other compilations need, and its parser takes memory too.
+        """
+        grammar = request.structured_output
+        if grammar is not None:
+            self._parser_memory.forget(request)
+            request.structured_output = None
+            grammar.release()
 
 
 def _put_last_delta(

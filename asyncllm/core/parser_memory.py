@@ -6,53 +6,52 @@ from asyncllm.core.request import OutputGrammar, Request, Status
 from asyncllm.owner_lines import OwnerLines
 
 FREE_ACCEPT_SECONDS = 60e-6
-"""Average CPU seconds to accept a token up to which a parser's memory is estimated as 0. Grammars
-of programming languages and usual schemas take 2 to 7 microseconds a token, and up to 40 on busy
-cores."""
+"""Average CPU seconds to accept a token up to which the parser of a running output does not count.
+Grammars of programming languages and usual schemas take 2 to 7 microseconds a token, and up to 40
+on busy cores."""
 
 PARSER_BYTES_PER_SECOND = 150_000_000
-"""Estimated bytes that a parser allocates per CPU second of accepting tokens, beyond
-FREE_ACCEPT_SECONDS for each token. llguidance does not report its memory. It took 25 KiB for a
-token that took 335 microseconds, 13 KiB for one of 131, 7.6 KiB for one of 57 and 5.5 KiB for one
-of 39."""
+"""Estimated bytes that a parser allocates per CPU second of accepting tokens. llguidance does not
+report its memory. It took 25 KiB for a token that took 335 microseconds, 13 KiB for one of 131,
+7.6 KiB for one of 57, 2.8 KiB for one of 34 on a faster processor, and 0.7 KiB for one of 6."""
 
 MIN_LARGE_PARSER_BYTES = 1 << 16
-"""Minimum estimated memory of a parser that counts."""
+"""Minimum estimated memory of a running output's parser that counts."""
 
 MAX_PARSER_BYTES = 96 << 20
 """Maximum estimated memory of all parsers that count, before outputs are held back."""
 
-
-def estimate_parser_bytes(accept_seconds: float, num_tokens: int) -> float:
-    """Estimate the memory of an output's parser.
-
-    Args:
-        accept_seconds: CPU seconds that the parser took to accept all tokens.
-        num_tokens: number of these tokens.
-    """
-    return max(0.0, accept_seconds - num_tokens * FREE_ACCEPT_SECONDS) * PARSER_BYTES_PER_SECOND
+MAX_UNREAD_PARSER_BYTES = 32 << 20
+"""Maximum estimated memory of the parsers of streams that are paused because nobody reads them."""
 
 
 class ParserMemory:
-    """Decides which outputs wait because parsers take much memory.
+    """Decides which outputs drop their parsers and wait.
 
-    An Earley parser keeps the items of all tokens until the output ends, up to 25 KiB a token.
+    An Earley parser keeps the items of all tokens until the output ends, up to 25 KiB a token. An
+    output without its parser makes it again from its tokens before it goes on. So this delays
+    outputs, and changes no token.
+
     Beyond MAX_PARSER_BYTES, of the outputs with large parsers only one goes on. The others are held
-    back, without a slot, until it has ended, in turns by owner, or until parsers take half as much.
-    No further output of their owners begins until then. So this delays outputs, and changes no
-    token.
+    back, without a slot and without a parser, in turns by owner. One of them goes on once its
+    parser fits into half of the maximum, or once no other output with a large parser goes on.
+
+    Beyond MAX_UNREAD_PARSER_BYTES, the streams that have been unread longest drop their parsers.
+    They are held back once they are read.
     """
 
     def __init__(self) -> None:
         self._large: dict[Request, OutputGrammar] = {}
+        self._num_bytes = 0
+        self._unread: dict[Request, int] = {}
+        self._num_unread_bytes = 0
         self._held: OwnerLines[Request] = OwnerLines()
-        self._num_held, self._max_held = 0, 64
-        self._num_bytes = 0.0
+        self._has_held = False
         self._running: Request | None = None
 
     def count(self, request: Request, grammar: OutputGrammar) -> None:
         """Count an output's parser from now on, if it is large."""
-        if grammar.parser_bytes >= MIN_LARGE_PARSER_BYTES:
+        if grammar.excess_parser_bytes >= MIN_LARGE_PARSER_BYTES:
             self._large[request] = grammar
 
     def must_wait(self, request: Request) -> bool:
@@ -63,48 +62,65 @@ class ParserMemory:
             and request is not self._running
         )
 
-    def holds_any_of(self, owner: str | None) -> bool:
-        """Whether an output of an owner is held back."""
-        return self._held.has_line(owner)
+    def hold(self, request: Request) -> None:
+        """Hold an output without a parser back until ``next_resumed`` returns it."""
+        self.forget(request)
+        self._held.push(request.owner, request)
+        self._has_held = True
 
-    def hold(self, request: Request, *, has_begun: bool) -> None:
-        """Hold an output back until ``next_resumed`` returns it. Outputs that have begun come
-        before others of their owner."""
-        self._held.push(request.owner, request, rank=0 if has_begun else 1)
-        self._num_held += 1
+    def add_unread(self, request: Request) -> None:
+        """Count the parser of a stream that is paused because nobody reads it."""
+        grammar = request.structured_output
+        if grammar is not None and grammar.parser_bytes:
+            self._unread[request] = grammar.parser_bytes
+            self._num_unread_bytes += grammar.parser_bytes
+
+    def discard_unread(self, request: Request) -> None:
+        """Count a stream's parser no longer as unread."""
+        self._num_unread_bytes -= self._unread.pop(request, 0)
+
+    def forget(self, request: Request) -> None:
+        """Count an output no longer: it has ended, or dropped its parser."""
+        self._large.pop(request, None)
+        self.discard_unread(request)
+        if self._has_held:
+            self._held.discard(request.owner, request)
+            self._has_held = len(self._held) > 0
+
+    def pop_unread(self) -> list[Request]:
+        """Remove and return the streams that have to drop their parsers because nobody reads
+        them."""
+        excess = self._num_unread_bytes - MAX_UNREAD_PARSER_BYTES
+        popped: list[Request] = []
+        for request, num_bytes in self._unread.items():
+            if excess <= 0:
+                break
+            if not request.num_placeholders:  # Else the parser is in use.
+                popped.append(request)
+                excess -= num_bytes
+        for request in popped:
+            self.forget(request)
+        return popped
 
     def next_resumed(self) -> Request | None:
         """Remove and return the next output that goes on; None if none may. Counts all memory anew:
         call this until it returns None, in each turn of the engine's loop."""
-        if not (self._large or self._num_held):
+        if not (self._large or self._has_held):
             return None
-        if self._num_held > self._max_held:
-            self._drop_ended()
-        large = {one: grammar for one, grammar in self._large.items() if not one.is_finished}
-        self._large = large
-        self._num_bytes = sum(grammar.parser_bytes for grammar in large.values())
-        going_on = (
-            one
-            for one, grammar in large.items()
-            if not (grammar.is_held or one.status is Status.PAUSED)
-        )
+        large = self._large
+        self._num_bytes = sum(grammar.excess_parser_bytes for grammar in large.values())
+        going_on = (one for one in large if one.status is not Status.PAUSED)
         self._running = next(going_on, None)
-        if self._running is not None and self._num_bytes > MAX_PARSER_BYTES / 2:
-            return None
         while (request := self._held.peek()) is not None:
-            self._discard(request)
+            grammar = request.structured_output
+            assert grammar is not None  # Else the request has ended, and was forgotten.
+            is_unread = request.group.channel.is_backpressured
+            num_bytes = self._num_bytes + grammar.excess_parser_bytes
+            if not is_unread and self._running is not None and num_bytes > MAX_PARSER_BYTES / 2:
+                return None
+            self.forget(request)
             self._held.end_turn(request.owner)
-            if not request.is_finished:
+            if not is_unread:  # Else it is held again once it is read.
+                self.count(request, grammar)
                 return request
         return None
-
-    def _drop_ended(self) -> None:
-        """Drop held outputs that have ended. Called each time their number has doubled."""
-        for request in list(self._held):
-            if request.is_finished:
-                self._discard(request)
-        self._max_held = 2 * self._num_held + 64
-
-    def _discard(self, request: Request) -> None:
-        self._held.discard(request.owner, request)
-        self._num_held -= 1

@@ -28,7 +28,7 @@ UNREACHABLE_NUM_TOKENS = sys.maxsize
 
 class Status(enum.IntEnum):
     """State of a request. A PAUSED request gets no tokens until its stream is read, or until its
-    grammar's parser may take more memory."""
+    grammar's parser may take memory again."""
 
     NEW = 0
     WAITING = 1
@@ -53,7 +53,10 @@ class OutputGrammar(Protocol):
     awaits_mask: bool
 
     @property
-    def parser_bytes(self) -> float: ...
+    def parser_bytes(self) -> int: ...
+
+    @property
+    def excess_parser_bytes(self) -> int: ...
 
     @property
     def is_held(self) -> bool: ...

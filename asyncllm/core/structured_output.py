@@ -10,8 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from asyncllm.core.batch import GrammarMask
-from asyncllm.core.mask_thread import MaskResult, MaskThread
-from asyncllm.core.parser_memory import ParserMemory, estimate_parser_bytes
+from asyncllm.core.mask_thread import GIL_YIELD_SECONDS, MaskResult, MaskThread
+from asyncllm.core.parser_memory import (
+    FREE_ACCEPT_SECONDS,
+    PARSER_BYTES_PER_SECOND,
+    ParserMemory,
+)
 from asyncllm.core.request import Status
 from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
@@ -34,6 +38,8 @@ class RequestGrammar:
     them, and rolls back if reasoning is opened after all.
 
     Attributes:
+        new_matcher: makes a matcher that has accepted no token.
+        matcher: the matcher of the tokens so far; see ``num_tokens_to_replay``.
         special_tokens: ids of the special tokens, which add no text. If the grammar names a stop
             token, that token is part of the output, and ends the output only where the grammar may
             end.
@@ -43,6 +49,8 @@ class RequestGrammar:
         first_mask: the matcher's mask until it accepts a token; None afterwards, and if it is not
             known.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
+        num_tokens_to_replay: number of the output's tokens that the matcher has lost, and must
+            accept again before it is used.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step. While
             it is not 0, a token is accepted along with the next mask.
         pending_token: the last token, if it waits for the next mask.
@@ -55,26 +63,31 @@ class RequestGrammar:
             has followed; None if the grammar does not admit these tokens.
     """
 
-    matcher: GrammarMatcher
+    new_matcher: Callable[[], GrammarMatcher]
     special_tokens: Collection[int] = ()
     clock: Callable[[], float] = time.thread_time
     mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
     first_mask: bytes | None = None
+    matcher: GrammarMatcher = field(init=False)
     accept_seconds: float = field(init=False, default=0.0)
     _all_accept_seconds: float = field(init=False, default=0.0)
     _num_accepted_tokens: int = field(init=False, default=0)
+    num_tokens_to_replay: int = field(init=False, default=0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
     next_mask: Future[MaskResult] | None = field(init=False, default=None)
     awaits_mask: bool = field(init=False, default=False)
     num_delimiter_tokens: int | None = field(init=False, default=0)
 
+    def __post_init__(self) -> None:
+        self.matcher = self.new_matcher()
+
     @classmethod
     def begin(cls, grammar: Grammar) -> Self:
         """Make the state of a new output. Its masks are made ahead of their steps until the grammar
         is known to be quick."""
         state = cls(
-            grammar.new_matcher(),
+            grammar.new_matcher,
             grammar.special_token_ids,
             mask_speed=grammar.mask_speed,
             first_mask=grammar.first_mask,
@@ -160,10 +173,12 @@ class RequestGrammar:
                 return
             if _allows_token(self._bitmask(), token_id) and matcher.accept(token_id):
                 self.first_mask = None
+                self._num_accepted_tokens += 1
                 self.num_delimiter_tokens = num_followed + 1
                 return
         if num_followed:
             matcher.rollback(num_followed)
+            self._num_accepted_tokens -= num_followed
         self.num_delimiter_tokens = 0 if is_last else None
 
     def compute_mask(self, request: Request) -> bytes | None:
@@ -178,6 +193,8 @@ class RequestGrammar:
             Exception: RequestError if no token is allowed and the output is not complete, or any
                 error of the matcher.
         """
+        while self.num_tokens_to_replay:
+            self.replay_tokens(request)
         matcher, reasoning, token_id = self.matcher, request.reasoning, self.pending_token
         if token_id is not None:
             self.pending_token = None
@@ -211,10 +228,42 @@ class RequestGrammar:
             "cannot spell what it does"
         )
 
+    def drop_parser(self) -> None:
+        """Free the parser's memory. The output is held back until it is resumed, and the matcher
+        then accepts the output's tokens again. No other thread may be using the matcher, and no
+        token may be in flight."""
+        self.matcher.release()
+        self.matcher = self.new_matcher()
+        self.num_tokens_to_replay = self._num_accepted_tokens
+        self.next_mask = None
+        self.awaits_mask = True
+
+    def replay_tokens(self, request: Request) -> None:
+        """Let a new matcher accept some of the tokens again that the one before it had accepted.
+
+        Raises:
+            Exception: RequestError for a token that is not allowed, or any error of the matcher;
+                the other tokens are not replayed then.
+        """
+        num_left, self.num_tokens_to_replay = self.num_tokens_to_replay, 0
+        num_replayed = min(num_left, _MAX_REPLAYED_TOKENS)
+        start = len(request.token_ids) - (self.pending_token is not None) - num_left
+        for token_id in request.token_ids[start : start + num_replayed]:
+            time.sleep(GIL_YIELD_SECONDS)
+            if not self.matcher.accept(token_id):
+                raise _grammar_violation_error(request, token_id)
+        self.num_tokens_to_replay = num_left - num_replayed
+
     @property
-    def parser_bytes(self) -> float:
+    def parser_bytes(self) -> int:
         """Estimated memory of the matcher."""
-        return estimate_parser_bytes(self._all_accept_seconds, self._num_accepted_tokens)
+        return int(self._all_accept_seconds * PARSER_BYTES_PER_SECOND)
+
+    @property
+    def excess_parser_bytes(self) -> int:
+        """Estimated memory of the matcher, beyond what parsers of usual grammars take."""
+        free_seconds = self._num_accepted_tokens * FREE_ACCEPT_SECONDS
+        return int(max(0.0, self._all_accept_seconds - free_seconds) * PARSER_BYTES_PER_SECOND)
 
     @property
     def is_held(self) -> bool:
@@ -265,6 +314,10 @@ _NUM_MASKS_AHEAD = 16
 """Minimum number of masks that are made ahead, once a request's masks are. Quick masks are made in
 their step again afterwards."""
 
+_MAX_REPLAYED_TOKENS = 16
+"""Maximum number of tokens that a matcher accepts again before the mask thread turns to other
+outputs."""
+
 _MIN_STEP_WAIT_SECONDS = 0.001
 """Maximum seconds that a step waits for its masks; a tenth of the step's time if that is more."""
 
@@ -296,10 +349,12 @@ class MaskMaker:
         send: function that asks the engine thread to call a function with arguments.
     """
 
-    def __init__(self, send: Callable[..., None], scheduler: Scheduler) -> None:
+    def __init__(
+        self, send: Callable[..., None], scheduler: Scheduler, parser_memory: ParserMemory
+    ) -> None:
         self._send = send
         self._scheduler = scheduler
-        self._parser_memory = ParserMemory()
+        self._parser_memory = parser_memory
         self._thread: MaskThread | None = None
         self._delays_others = False
         self.num_pending_masks = 0
@@ -307,11 +362,7 @@ class MaskMaker:
     def begin(self, request: Request) -> None:
         """Let a new output wait for a slot, at once if the grammar is known to be quick. Otherwise
         wait until the mask thread has time for another output, so that outputs with slow masks do
-        not occupy all slots while they wait for the thread. While an output of its owner is held
-        back, so is this one."""
-        if self._parser_memory.holds_any_of(request.owner):
-            self._parser_memory.hold(request, has_begun=False)
-            return
+        not occupy all slots while they wait for the thread."""
         is_quick = _grammar_of(request).mask_speed.is_known_quick
         turn = None if is_quick else self._submit(request, lambda: (None, 0.0), None)
         if turn is None:
@@ -412,30 +463,33 @@ class MaskMaker:
         """Queue a request's next mask on the thread. The request is not scheduled until the mask is
         made. A request that is held back loses its slot, and its mask is queued later."""
         if self._parser_memory.must_wait(request):
-            self._parser_memory.hold(request, has_begun=True)
-            _grammar_of(request).awaits_mask = True
-            request.num_placeholders = 1
+            self._drop_parser(request)
             self._scheduler.pause(request)
+            self._parser_memory.hold(request)
         else:
             self._queue_mask(request)
 
-    def resume_held(self) -> None:
-        """Let held requests go on, if their parsers may take memory again. Call this in each turn
-        of the engine's loop."""
+    def review_parsers(self) -> None:
+        """Drop the parsers of unread streams, and let held requests go on, as ParserMemory decides.
+        Call this in each turn of the engine's loop."""
+        for request in self._parser_memory.pop_unread():
+            self._drop_parser(request)
         while (request := self._parser_memory.next_resumed()) is not None:
-            if not _grammar_of(request).is_held:
-                self._start(request)
-                continue
             _grammar_of(request).awaits_mask = False
             request.num_placeholders = 0
             self._queue_mask(request)
-            if not request.group.channel.is_backpressured:  # Else its reader resumes it.
-                self._scheduler.resume(request)
+            self._scheduler.resume(request)
+
+    def _drop_parser(self, request: Request) -> None:
+        _grammar_of(request).drop_parser()
+        request.num_placeholders = 1
 
     def _queue_mask(self, request: Request) -> None:
         grammar = _grammar_of(request)
-        make_mask = partial(self._make_mask, grammar, request)
-        grammar.next_mask = self._submit(request, make_mask, grammar.mask_speed)
+        make_mask, speed = partial(self._make_mask, grammar, request), grammar.mask_speed
+        if grammar.num_tokens_to_replay:
+            make_mask, speed = partial(self._replay_tokens, grammar, request), None
+        grammar.next_mask = self._submit(request, make_mask, speed)
         if grammar.next_mask is None:
             return  # No thread can be started: the step makes the mask.
         grammar.awaits_mask = True
@@ -465,11 +519,23 @@ class MaskMaker:
         began = grammar.clock()
         return grammar.compute_mask(request), grammar.clock() - began
 
+    def _replay_tokens(self, grammar: RequestGrammar, request: Request) -> MaskResult:
+        """Job of the thread that makes no mask."""
+        began = grammar.clock()
+        grammar.replay_tokens(request)
+        if grammar.num_tokens_to_replay:
+            return None, grammar.clock() - began
+        return self._make_mask(grammar, request)
+
     def _on_mask_made(self, request: Request) -> None:
         self.num_pending_masks -= 1
-        if not request.is_finished:
-            _grammar_of(request).awaits_mask = False
-            request.num_placeholders -= 1
+        if request.is_finished:
+            return
+        grammar = _grammar_of(request)
+        grammar.awaits_mask = False
+        request.num_placeholders -= 1
+        if grammar.num_tokens_to_replay:
+            self._queue_mask(request)
 
     def _request_masks_ahead(self, request: Request) -> None:
         _grammar_of(request).num_masks_ahead = _NUM_MASKS_AHEAD
