@@ -383,7 +383,7 @@ def test_a_matcher_is_released_once_its_mask_is_made():
         return b"", 0.0
 
     matchers: list[Any] = [FakeMatcher() for _ in range(4)]
-    running, queued, done, idle = map(RequestGrammar, matchers)
+    running, queued, done, idle = (RequestGrammar([one].pop) for one in matchers)
     with ThreadPoolExecutor(1) as worker:
         done.next_mask = worker.submit(lambda: (b"", 0.0))
         done.next_mask.result()

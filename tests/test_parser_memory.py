@@ -197,7 +197,8 @@ def test_parsers_of_held_outputs_that_end_are_freed(rig: LargeRig) -> None:
     plain = rig.group(4, name="plain").members[0]
     while not plain.is_finished:
         rig.turn()
-    assert not rig.core._mask_maker._parser_memory._large
+    memory = rig.core._mask_maker._parser_memory
+    assert (memory._large, memory._num_bytes, memory._running) == ({}, 0, None)
 
 
 def make_unread(rig: LargeRig, count: int) -> list[Request]:

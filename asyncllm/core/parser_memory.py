@@ -105,13 +105,11 @@ class ParserMemory:
     def next_resumed(self) -> Request | None:
         """Remove and return the next output that goes on; None if none may. Counts all memory anew:
         call this until it returns None, in each turn of the engine's loop."""
-        if not (self._large or self._has_held):
-            return None
         large = self._large
         self._num_bytes = sum(grammar.excess_parser_bytes for grammar in large.values())
         going_on = (one for one in large if one.status is not Status.PAUSED)
         self._running = next(going_on, None)
-        while (request := self._held.peek()) is not None:
+        while self._has_held and (request := self._held.peek()) is not None:
             grammar = request.structured_output
             assert grammar is not None  # Else the request has ended, and was forgotten.
             is_unread = request.group.channel.is_backpressured

@@ -38,7 +38,7 @@ class RequestGrammar:
     them, and rolls back if reasoning is opened after all.
 
     Attributes:
-        new_matcher: makes a matcher that has accepted no token.
+        new_matcher: makes a matcher that has accepted no token; None once the request has ended.
         matcher: the matcher of the tokens so far; see ``num_tokens_to_replay``.
         special_tokens: ids of the special tokens, which add no text. If the grammar names a stop
             token, that token is part of the output, and ends the output only where the grammar may
@@ -63,7 +63,7 @@ class RequestGrammar:
             has followed; None if the grammar does not admit these tokens.
     """
 
-    new_matcher: Callable[[], GrammarMatcher]
+    new_matcher: Callable[[], GrammarMatcher] | None
     special_tokens: Collection[int] = ()
     clock: Callable[[], float] = time.thread_time
     mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
@@ -80,7 +80,11 @@ class RequestGrammar:
     num_delimiter_tokens: int | None = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.matcher = self.new_matcher()
+        self.matcher = self._make_matcher()
+
+    def _make_matcher(self) -> GrammarMatcher:
+        assert self.new_matcher is not None, "the request has ended"
+        return self.new_matcher()
 
     @classmethod
     def begin(cls, grammar: Grammar) -> Self:
@@ -233,7 +237,7 @@ class RequestGrammar:
         then accepts the output's tokens again. No other thread may be using the matcher, and no
         token may be in flight."""
         self.matcher.release()
-        self.matcher = self.new_matcher()
+        self.matcher = self._make_matcher()
         self.num_tokens_to_replay = self._num_accepted_tokens
         self.next_mask = None
         self.awaits_mask = True
@@ -273,6 +277,7 @@ class RequestGrammar:
     def release(self) -> None:
         """Free the grammar's state once the request has ended. If another thread is making a mask,
         the state is freed when that mask is done. Any thread may call this."""
+        self.new_matcher = None
         if self.next_mask is None or self.next_mask.cancel():
             self.matcher.release()
         else:
