@@ -18,8 +18,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(live) == len(set(live)), "a request is in two places"
     check_kv_cache(scheduler.kv, live)
     check_waiting_queue(scheduler.waiting, scheduler.running)
-    held, free = {r.req_index for r in scheduler.running}, scheduler._free_req_indices
-    assert len(held) == len(scheduler.running), "two requests share a slot"
+    holders = [*scheduler.running, *scheduler._idle_slots]
+    held, free = {r.req_index for r in holders}, scheduler._free_req_indices
+    assert scheduler._idle_slots.keys() <= scheduler.paused.keys()
+    assert set(holders) == {r for r in live if r.req_index >= 0}
+    assert len(held) == len(holders), "two requests share a slot"
     assert held.isdisjoint(free), "a slot is both held and free"
     assert len(held) + len(free) == scheduler.info.max_num_seqs, "a slot leaked"
     evictable = scheduler._idle_requests.entries

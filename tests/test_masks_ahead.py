@@ -333,6 +333,7 @@ def test_a_mask_in_the_making_outlives_its_slot(rig: SlowRig, depth: int, how: s
         rig.scheduler.roll_back_steps([])
     else:
         rig.scheduler.pause(rig.request)
+        rig.scheduler._evict_slot(rig.request)
         rig.scheduler.resume(rig.request)
     check_scheduler(rig.scheduler)
     assert rig.request.status is Status.WAITING

@@ -73,23 +73,60 @@ def test_no_prefixes_without_caching_or_with_recurrent_states(changes):
     assert rig.scheduler.kv.pool.num_cached == 0
 
 
-def test_a_paused_request_loses_its_recurrent_state():
-    """Another one has its slot meanwhile, so that it starts over; a token in flight it takes."""
+def test_a_paused_request_loses_its_recurrent_state_with_its_slot():
+    """It then starts over. It takes a token in flight."""
     rig = Rig(has_states=True, max_num_seqs=1, pipeline_depth=2)
     first = rig.add(range(6), max_tokens=5)
     rig.step()
     rig.launch()
     rig.scheduler.pause(first)
-    assert first.blocks == ()
+    assert len(first.blocks[0]) == 2
     rig.collect()
     assert first.num_output_tokens == 2
     second = rig.add(range(20, 25), max_tokens=2)
     assert rig.step() == {"r1": 5}
+    assert first.blocks == ()
     rig.step()
     assert second.is_finished
     rig.scheduler.resume(first)
     assert rig.step() == {"r0": 8}
     rig.finish_all(first, second)
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_paused_request_keeps_its_slot_until_another_needs_it(has_states):
+    rig = Rig(has_states=has_states, max_num_seqs=2)
+    first, second = rig.add(range(6), max_tokens=9), rig.add(range(10, 14), max_tokens=9)
+    rig.step()
+    for _ in range(2):
+        rig.scheduler.pause(first)
+        assert rig.step() == {"r1": 1}
+        rig.scheduler.resume(first)
+        assert first.status is Status.RUNNING
+        step = rig.launch()
+        assert (step.admitted, step.batch.released_indices) == ([], [])
+        rig.collect()
+    rig.scheduler.pause(first)
+    rig.scheduler.pause(second)
+    third = rig.add(range(20, 25), max_tokens=2)
+    assert rig.step() == {"r2": 5}
+    assert (first.req_index, second.req_index >= 0) == (-1, True), "it has paused longest"
+    fourth = rig.add(range(30, 35), max_tokens=2)
+    rig.scheduler.resume(second)
+    assert second.status is Status.WAITING, "behind the other, which waits for a slot"
+    rig.scheduler.resume(first)
+    rig.finish_all(first, second, third, fourth)
+
+
+def test_a_step_that_fails_takes_the_slots_of_paused_requests():
+    rig = Rig(max_num_seqs=2)
+    paused, running = rig.add(range(6), max_tokens=4), rig.add(range(10, 14), max_tokens=9)
+    rig.step()
+    rig.scheduler.pause(paused)
+    rig.scheduler.roll_back_steps([])
+    assert (paused.req_index, paused.blocks, running.status) == (-1, (), Status.WAITING)
+    rig.scheduler.resume(paused)
+    rig.finish_all(paused, running)
 
 
 @pytest.mark.parametrize("steps", [0, 2])

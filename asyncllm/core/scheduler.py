@@ -76,6 +76,8 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self._idle_requests = IdleRequests()
+        # Paused requests that hold a slot, in the order of their pauses.
+        self._idle_slots: dict[Request, None] = {}
         self._next_recompute_at = 0
         self._free_req_indices = list(range(info.max_num_seqs - 1, -1, -1))
         self._released_req_indices: list[int] = []
@@ -95,6 +97,7 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         self._remove_from_schedule(request)
+        self._release_slot(request)
         self._idle_requests.entries.pop(request, None)
         self.kv.free(request)
         request.epoch += 1
@@ -104,44 +107,70 @@ class Scheduler:
         self.in_process.processors.pop(request.arrival_index, None)
 
     def pause(self, request: Request) -> None:
-        """Do not schedule a request until ``resume``. It loses its slot, keeps its blocks until
-        another request needs them, and still accepts a token in flight. With recurrent states the
-        request frees its blocks too, because they are of no use without the state, which is lost
-        with the slot."""
+        """Do not schedule a request until ``resume``. It keeps its slot and its blocks until
+        another request needs them, and still accepts a token in flight."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
+        if request.status is Status.RUNNING:
+            self._idle_slots[request] = None
         self._remove_from_schedule(request)
         request.status = Status.PAUSED
         self.paused[request] = None
-        if self.info.has_states:
-            self.kv.free(request)
-            request.is_evicted = True
-        elif request.blocks:
+        if request.blocks:
             self._idle_requests.add(request)
 
     def resume(self, request: Request) -> None:
-        if request.status is Status.PAUSED:
-            del self.paused[request]
-            if request.is_evicted:
-                request.status = Status.WAITING
-                self.evicted.push(request)
-            else:
-                self.add(request)
-            if request in self._idle_requests.entries:
-                self._idle_requests.add(request)
+        """Schedule a paused request again: at once if it has its slot, no request waits and there
+        are blocks for it, else when its turn comes."""
+        if request.status is not Status.PAUSED:
+            return
+        del self.paused[request]
+        if request in self._idle_slots:
+            if not self.waiting and self._has_spare_blocks(request):
+                del self._idle_slots[request]
+                self._idle_requests.entries.pop(request, None)
+                self.waiting.push(request)
+                self._run(request)
+                return
+            self._evict_slot(request)
+        if request.is_evicted:
+            request.status = Status.WAITING
+            self.evicted.push(request)
+        else:
+            self.add(request)
+        if request in self._idle_requests.entries:
+            self._idle_requests.add(request)
+
+    def _run(self, request: Request) -> None:
+        self.waiting.admit(request)
+        request.status = Status.RUNNING
+        self.running[request] = None
 
     def _remove_from_schedule(self, request: Request) -> None:
         if request.status is Status.RUNNING:
             del self.running[request]
             self.waiting.release(request)
-            self._released_req_indices.append(request.req_index)
-            self._free_req_indices.append(request.req_index)
-            request.req_index = -1
         elif request.status is Status.WAITING:
             self.waiting.discard(request)
             self.evicted.discard(request)
         elif request.status is Status.PAUSED:
             del self.paused[request]
+
+    def _release_slot(self, request: Request) -> None:
+        if request.req_index >= 0:
+            self._idle_slots.pop(request, None)
+            self._released_req_indices.append(request.req_index)
+            self._free_req_indices.append(request.req_index)
+            request.req_index = -1
+
+    def _evict_slot(self, request: Request) -> None:
+        """Release a paused request's slot. With recurrent states the request frees its blocks too,
+        because they are of no use without the state, which is lost with the slot."""
+        self._release_slot(request)
+        if self.info.has_states:
+            self._idle_requests.entries.pop(request, None)
+            self.kv.free(request)
+            request.is_evicted = True
 
     def requests(self) -> Iterable[Request]:
         """Iterate over the requests that have not finished."""
@@ -279,10 +308,10 @@ class Scheduler:
                     idle.add(request)
                 return False
             self.preempt(victim)
-        self.waiting.admit(request)
-        request.status = Status.RUNNING
+        if not self._free_req_indices:
+            self._evict_slot(next(iter(self._idle_slots)))
         request.req_index = self._free_req_indices.pop()
-        self.running[request] = None
+        self._run(request)
         if request.first_scheduled_at is None:
             request.begin()
             self.num_prompt_tokens += request.num_prompt_tokens
@@ -308,6 +337,11 @@ class Scheduler:
             request.is_evicted = False
             if not is_free:
                 self._next_recompute_at = self.num_generated_tokens + num_tokens
+
+    def _has_spare_blocks(self, request: Request) -> bool:
+        num_tokens = self._num_reserved_tokens(request)
+        num_free = self.kv.pool.num_free - self.kv.watermark
+        return num_tokens <= request.num_covered_tokens or len(self.kv.groups) < num_free
 
     def _take_blocks(self, request: Request, min_free_blocks: int) -> bool:
         num_tokens = self._num_reserved_tokens(request)
@@ -432,7 +466,7 @@ class Scheduler:
         steps = list(steps)
         for step in steps:
             self.kv.uncache_blocks(step.newly_cached_blocks, step.newly_cached_snapshots)
-        affected = dict.fromkeys(self.running)
+        affected = dict.fromkeys((*self.running, *self._idle_slots))
         for step in steps:
             for request, epoch in zip(step.requests, step.epochs, strict=True):
                 if request.epoch == epoch and request.status is not Status.FINISHED:
@@ -458,6 +492,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self._remove_from_schedule(request)
             self.add(request)
+        self._release_slot(request)
         self._idle_requests.entries.pop(request, None)
         self.kv.free(request)
         grammar = request.structured_output

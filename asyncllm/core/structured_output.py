@@ -488,6 +488,7 @@ class MaskMaker:
     def _drop_parser(self, request: Request) -> None:
         _grammar_of(request).drop_parser()
         request.num_placeholders = 1
+        self._request_masks_ahead(request)  # So that it is not scheduled with the placeholder.
 
     def _queue_mask(self, request: Request) -> None:
         grammar = _grammar_of(request)
