@@ -118,6 +118,26 @@ def test_a_paused_request_keeps_its_slot_until_another_needs_it(has_states):
     rig.finish_all(first, second, third, fourth)
 
 
+def test_requests_whose_masks_are_being_made_hold_up_no_other():
+    rig = Rig(max_num_seqs=2)
+    slow = [rig.add(range(i, i + 4), max_tokens=2) for i in range(8)]
+    for request in slow:
+        request.num_placeholders = 1
+        rig.scheduler.begin_mask_wait(request)
+    late = rig.add(range(20, 25), max_tokens=1)
+    assert rig.step() == {"r8": 5}
+    assert late.is_finished
+    assert not rig.scheduler.has_work()
+    assert list(rig.scheduler.requests()) == slow
+    later = rig.add(range(30, 35), max_tokens=2)
+    rig.scheduler.finish(slow[3], "abort")
+    for request in reversed(slow):
+        request.num_placeholders = 0
+        rig.scheduler.end_mask_wait(request)
+    assert rig.step() == {"r0": 4, "r1": 4}, "each has its place in the queue again"
+    rig.finish_all(*slow[:3], *slow[4:], later)
+
+
 def test_a_step_that_fails_takes_the_slots_of_paused_requests():
     rig = Rig(max_num_seqs=2)
     paused, running = rig.add(range(6), max_tokens=4), rig.add(range(10, 14), max_tokens=9)

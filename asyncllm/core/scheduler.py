@@ -69,6 +69,8 @@ class Scheduler:
         self.waiting = WaitingQueue(policy)
         # Requests that lost their blocks without running, until ``_release_evicted``.
         self.evicted = WaitingQueue(policy)
+        # Requests that wait for a slot and for their mask.
+        self.awaiting_mask: dict[Request, None] = {}
         self.running: dict[Request, None] = {}
         self.paused: dict[Request, None] = {}
         self.failed: list[tuple[Request, Exception]] = []
@@ -89,7 +91,27 @@ class Scheduler:
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
         request.budget_cost_per_token = budget_cost_per_token(request, self.info.vocab_size)
-        self.waiting.push(request)
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        grammar = request.structured_output
+        if grammar is not None and grammar.awaits_mask:
+            self.awaiting_mask[request] = None
+        else:
+            self.waiting.push(request)
+
+    def begin_mask_wait(self, request: Request) -> None:
+        """Take a request whose mask is being made out of the queue, so that it does not hold up
+        the requests behind it."""
+        if request in self.waiting:
+            self.waiting.discard(request)
+            self.awaiting_mask[request] = None
+
+    def end_mask_wait(self, request: Request) -> None:
+        """Put a request whose mask is made back into the queue, at its place."""
+        if request in self.awaiting_mask:
+            del self.awaiting_mask[request]
+            self.waiting.push(request)
 
     def finish(self, request: Request, reason: FinishReason | None) -> None:
         """End a request in any state and free its blocks. ``reason`` is None if an exception ends
@@ -153,6 +175,7 @@ class Scheduler:
         elif request.status is Status.WAITING:
             self.waiting.discard(request)
             self.evicted.discard(request)
+            self.awaiting_mask.pop(request, None)
         elif request.status is Status.PAUSED:
             del self.paused[request]
 
@@ -177,6 +200,7 @@ class Scheduler:
         yield from self.running
         yield from self.waiting
         yield from self.evicted
+        yield from self.awaiting_mask
         yield from self.paused
 
     def has_work(self) -> bool:
@@ -333,7 +357,7 @@ class Scheduler:
         is_paid = self.num_generated_tokens >= self._next_recompute_at
         if is_free or is_paid or not (self.running or self.waiting):
             self.evicted.discard(request)
-            self.waiting.push(request)
+            self._queue(request)
             request.is_evicted = False
             if not is_free:
                 self._next_recompute_at = self.num_generated_tokens + num_tokens
@@ -483,6 +507,7 @@ class Scheduler:
         request.is_evicted = request.status is not Status.RUNNING
         if request.status is Status.WAITING:
             self.waiting.discard(request)
+            self.awaiting_mask.pop(request, None)
             self.evicted.push(request)
         self._reset_for_recompute(request)
 

@@ -496,10 +496,12 @@ class MaskMaker:
         if grammar.num_tokens_to_replay:
             make_mask, speed = partial(self._replay_tokens, grammar, request), None
         grammar.next_mask = self._submit(request, make_mask, speed)
-        if grammar.next_mask is None:
-            return  # No thread can be started: the step makes the mask.
+        if grammar.next_mask is None:  # No thread can be started: the step makes the mask.
+            self._scheduler.end_mask_wait(request)
+            return
         grammar.awaits_mask = True
         request.num_placeholders = 1
+        self._scheduler.begin_mask_wait(request)
         self.num_pending_masks += 1
         grammar.next_mask.add_done_callback(lambda _: self._send(self._on_mask_made, request))
 
@@ -542,6 +544,8 @@ class MaskMaker:
         request.num_placeholders -= 1
         if grammar.num_tokens_to_replay:
             self._queue_mask(request)
+        else:
+            self._scheduler.end_mask_wait(request)
 
     def _request_masks_ahead(self, request: Request) -> None:
         _grammar_of(request).num_masks_ahead = _NUM_MASKS_AHEAD

@@ -75,6 +75,9 @@ class WaitingQueue:
     def __iter__(self):
         return iter(self._waiting_requests)
 
+    def __contains__(self, request: Request) -> bool:
+        return request in self._waiting_requests
+
     def has_owner(self, name: str | None) -> bool:
         """Whether a request of this owner waits or runs."""
         return name in self._owners
