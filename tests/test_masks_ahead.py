@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -532,6 +533,21 @@ def test_the_thread_rests_after_slow_masks_of_busy_engines() -> None:
         assert (thread._rests_until > 0.0) == should_rest
         # A quick mask does not wait for the end of the rest.
         assert not should_rest or has_made_quick_at < thread._rests_until <= time.monotonic()
+
+
+def test_a_rest_that_ends_while_the_thread_looks_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No further job notifies the thread."""
+    times = iter([0.9])
+    clock = SimpleNamespace(
+        monotonic=lambda: next(times, 1.1), thread_time=time.thread_time, sleep=time.sleep
+    )
+    monkeypatch.setattr("asyncllm.core.mask_thread.time", clock)
+    thread = MaskThread()
+    thread._rests_until = 1.0
+    thread.submit(None, lambda: (b"", 0.0), MaskSpeed(is_known_slow=True)).result(10)
+    thread.close()
 
 
 @pytest.mark.parametrize("how", ["aborted", "begun", "paused", "paused and resumed"])

@@ -107,8 +107,10 @@ class MaskThread:
         time.sleep(GIL_YIELD_SECONDS)
         with self._condition:
             while (job := self._take_next_job()) is None:
-                rest = self._rests_until - time.monotonic()
-                self._condition.wait(rest if rest > 0 else None)
+                # A slow job waits for the end of the rest, which may have come just now. Without a
+                # job, ``submit`` is about to push one.
+                rest = max(self._rests_until - time.monotonic(), 0.0)
+                self._condition.wait(rest if len(self._slow_lines) else None)
         if not job.result.set_running_or_notify_cancel():
             return
         began = time.thread_time()
