@@ -353,6 +353,21 @@ async def test_deltas_of_several_outputs_are_one_write():
     assert max(counts) < 20
 
 
+async def test_prompts_of_a_list_share_a_number_of_frames():
+    """Eight streams are the first that pause, for 8 ms of 1 ms steps."""
+    fields = {"prompt": list("abcdefgh"), "max_tokens": 60, "stream": True}
+    async with app_client(fake_engine("x" * 60, step_time=0.001)) as client:
+        text = (await client.post("/v1/completions", json=fields)).text
+        assert client._transport.app._server_context.frame_pacer.pause_seconds == 0
+    texts, num_chunks = [""] * 8, 0
+    for event in text.split("\n\n")[:-2]:
+        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["text"]
+        num_chunks += 1
+    assert texts == ["x" * 60] * 8
+    assert num_chunks < 8 * 40
+
+
 async def test_log_probabilities_of_a_stream_spell_each_token_once(monkeypatch):
     spelled: list[int] = []
     engine = AsyncLLMEngine(num_blocks=64, max_num_seqs=4)

@@ -273,7 +273,7 @@ async def test_connection_closed_during_its_turn_leaves_nothing():
         serving = create_app(engine)._server_context
         session = ResponseSession(Connection(), serving, "")
         await session.run()
-        assert (session.current_turn, serving.frame_pacer._num_responses) == (None, 0)
+        assert (session.current_turn, serving.frame_pacer._num_streams) == (None, 0)
         assert (await idle(engine)).num_aborted == 1
 
 

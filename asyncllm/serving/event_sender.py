@@ -84,7 +84,7 @@ async def open_event_sender(
     """
     sender = EventSender(exchange, first_events)
     del first_events  # Free them once they are sent: they may repeat a long request.
-    server_context.frame_pacer.begin_response()
+    server_context.frame_pacer.begin_response(len(streams))
     try:
         keep_alive = partial(sender.keep_alive, server_context.ping_interval)
         async with abort_on_disconnect(exchange, streams, keep_alive):
@@ -94,7 +94,7 @@ async def open_event_sender(
             raise
         await sender.send(write_error(to_protocol_error(error, exchange.field_by_engine_param)))
     finally:
-        server_context.frame_pacer.end_response()
+        server_context.frame_pacer.end_response(len(streams))
     await exchange.end_event_stream()
 
 
