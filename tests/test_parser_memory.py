@@ -331,6 +331,13 @@ def test_a_held_stream_that_is_read_again_waits_for_memory(rig: LargeRig) -> Non
     assert rig.finish() == expected()
 
 
+def test_a_held_stream_has_no_parser_that_counts_as_unread(rig: LargeRig) -> None:
+    rig.until_held()
+    group = rig.held[0].group
+    rig.core.output_processor._apply_backpressure(group, group.channel)
+    assert rig.core._mask_maker._parser_memory._unread == {}
+
+
 def test_a_held_stream_that_nobody_reads_does_not_go_on(rig: LargeRig) -> None:
     """The others go on, and it goes on once it is read."""
     rig.until_held()

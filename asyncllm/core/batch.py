@@ -23,7 +23,8 @@ class SlotAssignment:
     """State of a request that enters a slot: at its start, or after a preemption or a pause.
 
     Attributes:
-        req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it runs.
+        req_index: index from 0 to ``max_num_seqs - 1``; the request keeps it while it
+            runs, and while it is paused and no other request needs it.
         request_id: id of the request, only for error messages.
         token_ids: every token, prompt and output; none is in flight when a request is assigned.
         num_prompt_tokens: number of prompt tokens in ``token_ids``.

@@ -71,7 +71,7 @@ class ParserMemory:
     def add_unread(self, request: Request) -> None:
         """Count the parser of a stream that is paused because nobody reads it."""
         grammar = request.structured_output
-        if grammar is not None and grammar.parser_bytes:
+        if grammar is not None and grammar.parser_bytes and not grammar.is_held:
             self._unread[request] = grammar.parser_bytes
             self._num_unread_bytes += grammar.parser_bytes
 
