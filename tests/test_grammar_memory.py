@@ -24,7 +24,7 @@ from asyncllm import (
 )
 from asyncllm.core import waiting_texts as waiting_texts_module
 from asyncllm.core.request import Request
-from asyncllm.core.structured_output import RequestGrammar
+from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
 from asyncllm.structured.grammar import Grammar, GrammarMemoryBound, Vocabulary

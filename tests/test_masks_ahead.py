@@ -22,7 +22,7 @@ from asyncllm.core import parser_memory
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.core.mask_thread import MaskThread
 from asyncllm.core.request import Status
-from asyncllm.core.structured_output import RequestGrammar
+from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.structured.grammar import MIN_QUICK_MASKS, Grammar, MaskSpeed
 from tests.core_rig import Rig
 from tests.integrity import check_scheduler
@@ -459,7 +459,7 @@ def test_dropped_parsers_change_no_output(
     rig = ByteRig(depth=depth, num_blocks=num_blocks)
     with (
         mock.patch.object(RequestGrammar, "drop_parser", counted),
-        mock.patch("asyncllm.core.structured_output.FREE_ACCEPT_SECONDS", 0.0),
+        mock.patch("asyncllm.core.request_grammar.FREE_ACCEPT_SECONDS", 0.0),
         mock.patch.multiple(
             parser_memory,
             MIN_LARGE_PARSER_BYTES=0,

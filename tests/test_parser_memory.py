@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm.core import parser_memory
 from asyncllm.core.request import Request, Status
-from asyncllm.core.structured_output import RequestGrammar
+from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.structured.grammar import MIN_QUICK_MASKS, MaskSpeed
 from tests.core_rig import Rig
 from tests.integrity import check_scheduler
@@ -233,7 +233,7 @@ def test_streams_that_are_not_read_drop_their_parsers(
     """The streams that have been unread longest, although their parsers are not large."""
     limit = 2.5 * 5 * SECONDS_PER_TOKEN * parser_memory.PARSER_BYTES_PER_SECOND
     monkeypatch.setattr(parser_memory, "MAX_UNREAD_PARSER_BYTES", limit)
-    monkeypatch.setattr("asyncllm.core.structured_output.FREE_ACCEPT_SECONDS", 1.0)
+    monkeypatch.setattr("asyncllm.core.request_grammar.FREE_ACCEPT_SECONDS", 1.0)
     rig.finish()
     rig.large = make_unread(rig, 12)
     while len(rig.held) < 12:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncllm import SamplingParams
 from asyncllm.core.reasoning import ReasoningTracker
-from asyncllm.core.structured_output import RequestGrammar
+from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.spec import parse_structured_outputs
 from asyncllm.structured.xgrammar_backend import XGrammarBackend

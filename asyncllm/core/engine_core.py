@@ -20,6 +20,7 @@ from asyncllm.core.block_hashes import HashedTokens
 from asyncllm.core.calls_between_steps import CallsBetweenSteps
 from asyncllm.core.deadlines import DeadlineExceededError, Deadlines
 from asyncllm.core.executor import Executor, StepOutOfMemoryError
+from asyncllm.core.mask_maker import MaskMaker
 from asyncllm.core.output_processor import (
     OutputProcessor,
     as_request_error,
@@ -29,7 +30,6 @@ from asyncllm.core.parser_memory import ParserMemory
 from asyncllm.core.request import OutputGrammar, RequestGroup, Status
 from asyncllm.core.scheduled_step import ScheduledStep
 from asyncllm.core.scheduler import Scheduler
-from asyncllm.core.structured_output import MaskMaker
 from asyncllm.core.token_rate import TokenRate
 from asyncllm.core.tracebacks import clear_frames
 from asyncllm.errors import (

@@ -13,7 +13,7 @@ from asyncllm import validation as check
 from asyncllm.core.channel import Channel
 from asyncllm.core.engine_core import EngineCore
 from asyncllm.core.request import Request, RequestGroup
-from asyncllm.core.structured_output import RequestGrammar
+from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.errors import RequestError
 from asyncllm.observer import Observer, ObserverNotifier, Observers, Operation, RequestInfo
 from asyncllm.runtime.event_loop import wait_for
