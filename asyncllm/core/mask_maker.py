@@ -182,7 +182,7 @@ class MaskMaker:
 
     def make_mask_ahead(self, request: Request) -> None:
         """Queue a request's next mask on the thread. The request is not scheduled until the mask is
-        made. A request that is held back loses its slot, and its mask is queued later."""
+        made. A request that is held back is paused, and its mask is queued later."""
         if self._parser_memory.must_wait(request):
             self._drop_parser(request)
             self._scheduler.pause(request)

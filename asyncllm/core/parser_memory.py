@@ -33,7 +33,7 @@ class ParserMemory:
     outputs, and changes no token.
 
     Beyond MAX_PARSER_BYTES, of the outputs with large parsers only one goes on. The others are held
-    back, without a slot and without a parser, in turns by owner. One of them goes on once its
+    back: they are paused without a parser. They go on in turns by owner. The next one does once its
     parser fits into half of the maximum, or once no other output with a large parser goes on.
 
     Beyond MAX_UNREAD_PARSER_BYTES, the streams that have been unread longest drop their parsers.
