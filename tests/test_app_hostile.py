@@ -1520,6 +1520,27 @@ async def test_bytes_have_turns(caplog, monkeypatch, is_socket):
     assert len(turns) >= size // (MAX_BYTES_PER_PARSE_TURN + 2**18)
 
 
+async def test_a_body_of_single_bytes_has_turns(caplog, monkeypatch):
+    """Eight receives of a connection come before each turn."""
+    calls, turns = [], []
+    for name, called in (("data_received", calls), ("_begin_parse_turn", turns)):
+        original = getattr(BoundedProtocol, name)
+
+        def note(self, *args, original=original, called=called):
+            called.append(self)
+            original(self, *args)
+
+        monkeypatch.setattr(BoundedProtocol, name, note)
+    body = json.dumps(BODY).encode() + b" " * 100
+    async with attacked(caplog) as server:
+        async with connected(server, f"{HEAD}{len(body)}\r\n\r\n".encode()) as (reader, writer):
+            for i in range(len(body)):
+                writer.write(body[i : i + 1])
+                await asyncio.sleep(0.001)
+            assert b" 200 " in await reader.readline()
+            assert len(turns) >= len(calls) // 10 > 4
+
+
 @pytest.mark.parametrize("early", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 9])
 async def test_a_client_that_sends_its_next_request_early_is_seen_to_go(early):
     gate, body = threading.Semaphore(1), json.dumps({"prompt": "1", "max_tokens": 50})

@@ -254,6 +254,7 @@ def test_recomputed_positions_are_kept_once() -> None:
     request = rig.add(range(16), max_tokens=3, prompt_logprobs=1)
     first = rig.launch()
     rig.scheduler.pause(request)
+    rig.scheduler._evict_slot(request)
     rig.scheduler.resume(request)
     second = rig.launch()
     spans = [step.batch.prompt_logprobs for step in (first, second) if step is not None]
@@ -269,6 +270,7 @@ def test_positions_that_come_after_the_reader_dropped_all_are_not_kept() -> None
     request = rig.add(range(7), max_tokens=3, prompt_logprobs=1)
     first = rig.launch()
     rig.scheduler.pause(request)
+    rig.scheduler._evict_slot(request)
     rig.scheduler.resume(request)
     second = rig.launch()
     assert first is not None

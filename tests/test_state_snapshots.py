@@ -193,6 +193,7 @@ def test_a_paused_request_goes_on_from_its_newest_state():
         rig.step()
     assert first.num_computed_tokens == 16
     rig.scheduler.pause(first)
+    rig.scheduler._evict_slot(first)
     assert first.blocks == ()
     rig.run(range(50, 56), max_tokens=3)
     rig.scheduler.resume(first)
@@ -209,6 +210,7 @@ def test_repeated_pauses_recompute_at_most_a_block():
         counts.append(sum(rig.step().values()))
         if len(first.token_ids) > had:
             rig.scheduler.pause(first)
+            rig.scheduler._evict_slot(first)
             rig.scheduler.resume(first)
     rig.expect(first)
     assert max(counts) == 4
@@ -224,6 +226,7 @@ def test_resetting_the_cache_forgets_states():
     assert rig.scheduler.kv.reset_prefix_cache() is False
     assert rig.states.pool.num_cached == 1
     rig.scheduler.pause(one)
+    rig.scheduler._evict_slot(one)
     assert rig.scheduler.kv.reset_prefix_cache() is True
     assert (rig.states.pool.num_cached, rig.states.pool.num_free) == (0, 8)
     rig.scheduler.resume(one)

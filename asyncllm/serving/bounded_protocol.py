@@ -13,6 +13,10 @@ MAX_BYTES_PER_PARSE_TURN = 1 << 16
 """Maximum number of bytes that a connection receives before it waits in the ParseQueue. The event
 loop takes 3 ms to receive, parse and decode a megabyte."""
 
+MIN_COUNTED_BYTES = MAX_BYTES_PER_PARSE_TURN // 8
+"""Minimum number of bytes that each receive counts as. A body that comes one byte at a time takes
+some 60 microseconds of the event loop for each."""
+
 
 class Timer:
     """Delayed call that can be cancelled. Starting a running timer does not postpone its call."""
@@ -68,7 +72,7 @@ class BoundedProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
-        self._num_bytes_since_parse_turn += len(data)
+        self._num_bytes_since_parse_turn += max(len(data), MIN_COUNTED_BYTES)
         if self._waits_for_parse_turn:
             # uvicorn may have resumed reading, and TLS may deliver data after a pause.
             self.transport.pause_reading()

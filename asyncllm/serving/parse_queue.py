@@ -33,6 +33,7 @@ class ParseQueue:
         self._queue_after_next: dict[Callable[[], None], None] = {}
         self._claim_queue, self._other_queue = self._next_queue, self._queue_after_next
         self._timer: asyncio.TimerHandle | None = None
+        self._next_turn_at = 0.0
 
     def add(self, turn_callback: Callable[[], None], has_claim: bool = False) -> None:
         """Queue a connection.
@@ -44,9 +45,8 @@ class ParseQueue:
         queue = self._claim_queue if has_claim else self._other_queue
         queue[turn_callback] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(
-                MIN_PAUSE_SECONDS, self._begin_next_turn
-            )
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(self._next_turn_at, self._begin_next_turn)
 
     def discard(self, turn_callback: Callable[[], None]) -> None:
         self._claim_queue.pop(turn_callback, None)
@@ -63,8 +63,11 @@ class ParseQueue:
                 turn_callback()
         finally:
             pause = max(MIN_PAUSE_SECONDS, PAUSE_TO_BUSY_RATIO * (loop.time() - began))
+            self._next_turn_at = loop.time() + pause
             is_waiting = self._claim_queue or self._other_queue
-            self._timer = loop.call_later(pause, self._begin_next_turn) if is_waiting else None
+            self._timer = (
+                loop.call_at(self._next_turn_at, self._begin_next_turn) if is_waiting else None
+            )
 
 
 MAX_REQUEST_STARTS_PER_ITERATION = 4
