@@ -535,6 +535,30 @@ def test_the_thread_rests_after_slow_masks_of_busy_engines() -> None:
         assert not should_rest or has_made_quick_at < thread._rests_until <= time.monotonic()
 
 
+def test_quick_masks_do_not_hold_up_the_beginning_of_an_output() -> None:
+    """After 5 ms of them, it has its turn, and so has a slow mask."""
+    thread, gate, made = MaskThread(), threading.Event(), []
+
+    def quick() -> tuple[bytes | None, float]:
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            pass
+        made.append("quick")
+        return b"", 0.001
+
+    thread.should_rest = False
+    thread.submit("a", lambda: (None, float(not gate.wait(10))), MaskSpeed())
+    jobs = [thread.submit("a", quick, MaskSpeed()) for _ in range(30)]
+    jobs.append(thread.submit("b", lambda: (None, made.append("begin") or 0.0), None))
+    slow = MaskSpeed(is_known_slow=True)
+    jobs.append(thread.submit("a", lambda: (b"", made.append("slow") or 0.0), slow))
+    gate.set()
+    for job in jobs:
+        job.result(10)
+    thread.close()
+    assert made == [*["quick"] * 5, "begin", *["quick"] * 5, "slow", *["quick"] * 20]
+
+
 def test_a_rest_that_ends_while_the_thread_looks_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,6 +22,9 @@ REST_TO_MASK_RATIO = 2
 """Rest after a mask, as a multiple of its duration. Masks take processor time, memory bandwidth and
 the GIL from the steps, whatever the thread's priority."""
 
+MAX_QUICK_SECONDS = 0.005
+"""CPU seconds of quick masks after which a slow one, or the beginning of an output, has a turn."""
+
 GIL_YIELD_SECONDS = 0.00005
 """Seconds that the thread sleeps before each mask, so that the engine thread can acquire the GIL.
 With ``sleep(0)`` this thread often got the GIL back first."""
@@ -44,9 +47,10 @@ class _MaskJob:
 class MaskThread:
     """Thread that makes masks, in turns by owner. It has a low priority on Linux.
 
-    Masks of grammars whose last mask was slow come after all others, and wait while the thread
-    rests. So another mask waits for at most one of them. Outputs begin after the masks of their
-    owner, and wait while the thread rests.
+    Masks of grammars whose last mask was slow come after others, and wait while the thread rests.
+    After MAX_QUICK_SECONDS of others, one of them has a turn. So another mask waits for at most one
+    of them, and many quick ones do not hold them up. Outputs begin after the slow masks of their
+    owner, and wait in the same way.
 
     Attributes:
         should_rest: whether to rest after slow masks, because other requests run.
@@ -59,6 +63,7 @@ class MaskThread:
         self._condition = threading.Condition()
         self._executor = ThreadPoolExecutor(1, "asyncllm-masks", lower_thread_priority)
         self._rests_until = 0.0
+        self._quick_seconds = 0.0
 
     def submit(
         self, owner: str | None, make_mask: Callable[[], MaskResult], speed: MaskSpeed | None
@@ -92,16 +97,19 @@ class MaskThread:
     def _take_next_job(self) -> _MaskJob | None:
         """Remove and return the next job; None if there is none, or if the thread has to rest
         first."""
-        while (job := self._quick_lines.peek()) is not None:
+        slow_job = self._slow_lines.peek()
+        if slow_job is not None and time.monotonic() < self._rests_until:
+            slow_job = None
+        has_slow_turn = slow_job is not None and self._quick_seconds >= MAX_QUICK_SECONDS
+        while not has_slow_turn and (job := self._quick_lines.peek()) is not None:
             _remove(self._quick_lines, job)
             if job.speed is None or not job.speed.is_known_slow:
                 return job
             self._push(job)  # A mask of the same grammar was slow meanwhile.
-        job = self._slow_lines.peek()
-        if job is None or time.monotonic() < self._rests_until:
-            return None
-        _remove(self._slow_lines, job)
-        return job
+        if slow_job is not None:
+            _remove(self._slow_lines, slow_job)
+            self._quick_seconds = 0.0
+        return slow_job
 
     def _make_next_mask(self) -> None:
         time.sleep(GIL_YIELD_SECONDS)
@@ -113,12 +121,15 @@ class MaskThread:
                 self._condition.wait(rest if len(self._slow_lines) else None)
         if not job.result.set_running_or_notify_cancel():
             return
+        is_quick = job.speed is not None and not job.speed.is_known_slow
         began = time.thread_time()
         try:
             job.result.set_result(job.make_mask())
         except BaseException as error:  # A grammar backend's native code may panic.
             job.result.set_exception(error)
         seconds = time.thread_time() - began
+        if is_quick:
+            self._quick_seconds += seconds
         if self.should_rest and seconds > MIN_REST_MASK_SECONDS:
             self._rests_until = time.monotonic() + REST_TO_MASK_RATIO * seconds
 
