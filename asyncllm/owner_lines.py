@@ -36,9 +36,10 @@ class OwnerLines(Generic[T]):
         for line in self._lines.values():
             yield from (item for *_, item in line)
 
-    def has_line(self, owner: str | None) -> bool:
-        """Whether an item of this owner waits."""
-        return owner in self._lines
+    @property
+    def num_owners(self) -> int:
+        """Number of owners of waiting items."""
+        return len(self._lines)
 
     def push(self, owner: str | None, item: T, rank: float = 0.0) -> None:
         """Add an item to its owner's line, behind all items of the same or a smaller rank."""

@@ -105,9 +105,15 @@ async def test_a_compile_waits_while_grammars_in_use_take_the_bound(sized):
     assert len(used) == 4
     await until(lambda: not compiler._cache)
     assert backends.begun == list("abcd")
-    used.pop(0)
-    await until(lambda: len(used) == 4)
-    assert backends.begun == list("abcde")
+    # Another owner has its share of the memory, and no more.
+    for name in "fgh":
+        compiler.submit(spec_of(name), lambda grammar, _: used.append(grammar), lambda: True, "b")
+    await until(lambda: len(used) == 6)
+    await asyncio.sleep(0.1)
+    assert backends.begun == list("abcdfg")
+    del used[:3], used[-2:]
+    await until(lambda: len(used) == 3)
+    assert sorted(backends.begun) == list("abcdefgh")
 
 
 async def test_abandoned_compile_does_not_begin(sized):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from asyncllm import validation as check
 from asyncllm.errors import InvalidRequestError, RequestError
@@ -99,7 +99,8 @@ class GrammarCompiler:
     """Compiler of an engine's grammars; it caches the most recently used ones.
 
     At most ``MAX_CACHED_GRAMMARS`` grammars are cached. ``MAX_GRAMMAR_BYTES`` bounds the memory of
-    all grammars that are cached or in use. The newest ``MAX_REMEMBERED_REFUSALS`` refusals of
+    all grammars that are cached or in use. While those in use take more, an owner gets another one
+    if its own take less than its share. The newest ``MAX_REMEMBERED_REFUSALS`` refusals of
     backends are remembered, unless they were quick.
 
     At most ``MAX_COMPILE_THREADS`` grammars are compiled at a time, and requests for the same
@@ -124,7 +125,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._refusals: OrderedDict[StructuredOutputs, InvalidRequestError] = OrderedDict()
-        self._memories: WeakSet[GrammarMemoryBound] = WeakSet()
+        # Memory of each grammar, with the owner for whom it was compiled.
+        self._memories: WeakKeyDictionary[GrammarMemoryBound, str | None] = WeakKeyDictionary()
         self._jobs: dict[StructuredOutputs, _CompileJob] = {}
         self._queue: OwnerLines[_QueuedRequest] = OwnerLines()
         self._num_queued_bytes = 0
@@ -247,24 +249,21 @@ class GrammarCompiler:
             with self._lock:
                 if has_turn:
                     self._queue.end(owner)
-                request = self._find_next_request()
-                num_timely_threads = len(self._threads) - self._num_overdue_jobs
-                if request is None or num_timely_threads > MAX_COMPILE_THREADS:
+                is_surplus = len(self._threads) - self._num_overdue_jobs > MAX_COMPILE_THREADS
+                owner, job = (None, None) if is_surplus else self._begin_next_job()
+                if job is None and (is_surplus or not len(self._queue)):
                     self._threads.discard(threading.current_thread())
                     if not self._threads:
                         atexit.unregister(self._at_exit)
                     return
-                owner = request.owner
-                job = self._begin_job(request) if self._evict_cached_grammars() else None
                 has_turn = job is not None
-                del request
             if job is None:
                 self._close_event.wait(_MEMORY_CHECK_SECONDS)
                 continue
             start = time.perf_counter()
             grammar, error = self._compile_job(job)
             duration = time.perf_counter() - start
-            self._finish_job(job, grammar, error)
+            self._finish_job(job, grammar, error, owner)
             del job, grammar, error
             self._close_event.wait(min(COOLDOWN_TO_COMPILE_RATIO * duration, MAX_COOLDOWN_SECONDS))
 
@@ -299,6 +298,18 @@ class GrammarCompiler:
             del waiting[request]
         return True
 
+    def _begin_next_job(self) -> tuple[str | None, _CompileJob | None]:
+        """Begin the next job whose owner has memory for it; returns the owner and the job, or None
+        without one. The caller holds the lock."""
+        for _ in range(self._queue.num_owners):
+            request = self._find_next_request()
+            if request is None:
+                break
+            if self._has_memory_for(request.owner):
+                return request.owner, self._begin_job(request)
+            self._queue.end_turn(request.owner)
+        return None, None
+
     def _begin_job(self, request: _QueuedRequest) -> _CompileJob:
         """Take a request's job from the queue, and begin a turn of the request's owner. The caller
         holds the lock, and ends the turn after the compilation."""
@@ -319,14 +330,23 @@ class GrammarCompiler:
         self._num_swept_bytes = min(self._num_swept_bytes, self._num_queued_bytes)
         self._queue.discard(request.owner, request)
 
-    def _evict_cached_grammars(self) -> bool:
-        """Drop cached grammars until all grammars take at most MAX_GRAMMAR_BYTES; returns False if
-        the grammars in use alone take more. The caller holds the lock."""
-        while sum(memory.num_bytes for memory in self._memories) > MAX_GRAMMAR_BYTES:
-            if not self._cache:
-                return False
+    def _has_memory_for(self, owner: str | None) -> bool:
+        """Drop cached grammars until all grammars take at most MAX_GRAMMAR_BYTES. If the grammars
+        in use alone take more, an owner has memory while its own take less than its share, so that
+        the grammars of one owner keep no other out. The caller holds the lock."""
+        self._evict_cached_grammars()
+        if self._num_grammar_bytes() <= MAX_GRAMMAR_BYTES:
+            return True
+        owners = {*self._memories.values(), owner}
+        own_bytes = sum(one.num_bytes for one, its in self._memories.items() if its == owner)
+        return own_bytes * len(owners) < MAX_GRAMMAR_BYTES
+
+    def _evict_cached_grammars(self) -> None:
+        while self._cache and self._num_grammar_bytes() > MAX_GRAMMAR_BYTES:
             self._cache.popitem(last=False)
-        return True
+
+    def _num_grammar_bytes(self) -> int:
+        return sum(memory.num_bytes for memory in self._memories)
 
     def _compile_job(self, job: _CompileJob) -> tuple[Grammar | None, Exception | None]:
         start = time.perf_counter()
@@ -389,7 +409,11 @@ class GrammarCompiler:
         return waiting or {}
 
     def _finish_job(
-        self, job: _CompileJob, grammar: Grammar | None, error: Exception | None
+        self,
+        job: _CompileJob,
+        grammar: Grammar | None,
+        error: Exception | None,
+        owner: str | None,
     ) -> None:
         with self._lock:
             if job.timer is not None:
@@ -402,7 +426,7 @@ class GrammarCompiler:
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._is_closed:
-                self._memories.add(grammar.memory)
+                self._memories[grammar.memory] = owner
                 self._cache[job.spec] = grammar
                 self._cache.move_to_end(job.spec)
                 self._evict_cached_grammars()
