@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -59,8 +60,10 @@ def test_discarded_requests_are_let_go():
     queue.push(first)
     for index in range(1, 1000):
         later = request(index)
+        num_references = sys.getrefcount(later)
         queue.push(later)
         queue.discard(later)
+        assert sys.getrefcount(later) == num_references
     assert queue._num_entries <= 65
     assert drained(queue) == [first]
     crowd = [request(index) for index in range(200)]

@@ -24,8 +24,8 @@ class _Owner:
     """The requests of one owner.
 
     Attributes:
-        heap: ``(sort key, serial, request)`` of waiting requests, and of some discarded ones; the
-            first entry is a waiting request.
+        heap: ``(sort key, serial)`` of waiting requests, and of some discarded ones; the first entry
+            is of a waiting request.
         num_running: number of requests that hold a slot.
         last_turn: round-robin position that the owner got at its last admission. Its later
             positions are never smaller.
@@ -33,7 +33,7 @@ class _Owner:
     """
 
     name: str | None
-    heap: list[tuple[Rank, int, Request]] = field(default_factory=list)
+    heap: list[tuple[Rank, int]] = field(default_factory=list)
     num_running: int = 0
     last_turn: int = 0
     entry: _OwnerEntry | None = None
@@ -56,8 +56,8 @@ class WaitingQueue:
     number of waiting owners, rounded up. An owner's own requests are ordered by arrival, so a
     preempted request comes first.
 
-    Heaps with lazy deletion: every operation takes O(log n). An owner is known while one of its
-    requests waits or runs.
+    Heaps with lazy deletion: every operation takes O(log n). The heaps hold serials, so a discarded
+    request is freed at once. An owner is known while one of its requests waits or runs.
     """
 
     def __init__(self, policy: str) -> None:
@@ -65,6 +65,7 @@ class WaitingQueue:
         self._owners: dict[str | None, _Owner] = {}
         self._owner_heap: list[_OwnerEntry] = []
         self._waiting_requests: dict[Request, int] = {}
+        self._request_by_serial: dict[int, Request] = {}
         self._num_entries = 0
         self._serial = 0
         self._newest_arrival_index = -1
@@ -94,10 +95,11 @@ class WaitingQueue:
             for other in sole_owners:
                 self._requeue_owner(other)
         self._serial += 1
-        self._waiting_requests[request] = self._serial
+        serial = self._waiting_requests[request] = self._serial
+        self._request_by_serial[serial] = request
         self._num_entries += 1
-        heapq.heappush(owner.heap, (request.sort_key, self._serial, request))
-        if owner.heap[0][2] is request:
+        heapq.heappush(owner.heap, (request.sort_key, serial))
+        if owner.heap[0][1] == serial:
             self._requeue_owner(owner)
 
     def peek(self) -> Request | None:
@@ -107,13 +109,13 @@ class WaitingQueue:
             entry = heap[0]
             owner = entry[3]
             if owner.entry is entry:
-                return owner.heap[0][2]
+                return self._request_by_serial[owner.heap[0][1]]
             heapq.heappop(heap)
         return None
 
     def discard(self, request: Request) -> None:
         """Remove a request from the queue; does nothing if it is not waiting."""
-        if self._waiting_requests.pop(request, None) is not None:
+        if request in self._waiting_requests:
             self._drop_entry(request, self._owners[request.owner])
 
     def admit(self, request: Request) -> None:
@@ -122,7 +124,6 @@ class WaitingQueue:
         owner.num_running += 1
         self._serial += 1
         owner.last_turn = (self._newest_arrival_index << _ARRIVAL_SHIFT) + self._serial
-        del self._waiting_requests[request]
         self._drop_entry(request, owner)
 
     def release(self, request: Request) -> None:
@@ -135,15 +136,17 @@ class WaitingQueue:
     def _drop_entry(self, request: Request, owner: _Owner) -> None:
         """Drop the entry of a request that left the queue: at once if it is the first, else
         later."""
-        members, heap = self._waiting_requests, owner.heap
-        if heap[0][2] is request:
+        waiting, heap = self._request_by_serial, owner.heap
+        serial = self._waiting_requests.pop(request)
+        del waiting[serial]
+        if heap[0][1] == serial:
             heapq.heappop(heap)
             self._num_entries -= 1
-            while heap and members.get(heap[0][2]) != heap[0][1]:
+            while heap and heap[0][1] not in waiting:
                 heapq.heappop(heap)
                 self._num_entries -= 1
             self._requeue_owner(owner)
-        if self._num_entries > 64 and self._num_entries > 4 * len(members):
+        if self._num_entries > 64 and self._num_entries > 4 * len(waiting):
             self._compact_heaps()
 
     def _requeue_owner(self, owner: _Owner) -> None:
@@ -159,7 +162,7 @@ class WaitingQueue:
             return
         heap = self._owner_heap
         sort_key = owner.heap[0][0]
-        turn = owner.heap[0][2].arrival_index << _ARRIVAL_SHIFT
+        turn = self._request_by_serial[owner.heap[0][1]].arrival_index << _ARRIVAL_SHIFT
         if turn < owner.last_turn:
             turn = owner.last_turn
         self._serial += 1
@@ -175,9 +178,9 @@ class WaitingQueue:
 
     def _compact_heaps(self) -> None:
         """Drop the entries of discarded requests."""
-        members = self._waiting_requests
-        self._num_entries = len(members)
+        waiting = self._request_by_serial
+        self._num_entries = len(waiting)
         for owner in self._owners.values():
             # The first entry is a waiting request: it stays first, so ``owner.entry`` stays valid.
-            owner.heap = [entry for entry in owner.heap if members.get(entry[2]) == entry[1]]
+            owner.heap = [entry for entry in owner.heap if entry[1] in waiting]
             heapq.heapify(owner.heap)
