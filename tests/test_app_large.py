@@ -12,6 +12,7 @@ import tracemalloc
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from asyncllm import AsyncLLMEngine
 from asyncllm.outputs import Completion, CompletionOutput, TokenLogprobs, Usage
@@ -21,8 +22,15 @@ from asyncllm.serving.chat_request import ChatRequest
 from asyncllm.serving.chat_writer import ChatWriter
 from asyncllm.serving.completion_request import CompletionRequest
 from asyncllm.serving.completion_writer import CompletionWriter
-from asyncllm.serving.request_body import RequestBody, UnsupportedFieldPolicy
+from asyncllm.serving.openapi import _BODY_TYPES
+from asyncllm.serving.request_body import (
+    MAX_ERROR_PARAM_CHARACTERS,
+    MAX_OBJECT_FIELDS,
+    RequestBody,
+    UnsupportedFieldPolicy,
+)
 from asyncllm.serving.response_events import ResponseEvents
+from asyncllm.serving.response_input import _get_item_tag
 from asyncllm.serving.response_request import ResponseRequest
 from asyncllm.serving.token_logprobs import LegacyLogprobFormatter, LogprobFormatter
 from asyncllm.testing import fake_engine
@@ -335,6 +343,77 @@ async def test_oversized_logit_bias_is_refused_before_reading_keys():
         answer = await client.post("/v1/completions", json={"prompt": "a", "logit_bias": bias})
     assert answer.status_code == 400
     assert "expected at most 1024 token ids" in answer.json()["error"]["message"]
+
+
+def values_with_mistakes(schema, definitions):
+    """Values of a JSON schema, each with one list or object that has 1000 mistakes. Only fields
+    that choose an alternative of a union are filled in."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].removeprefix("#/$defs/")]
+    for alternative in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from values_with_mistakes(alternative, definitions)
+    wrong_items = (None, 0, -1, "", [], {})
+    if schema.get("type") == "array":
+        yield from ([item] * 1000 for item in wrong_items)
+        for item in values_with_mistakes(schema.get("items", {}), definitions):
+            yield [item]
+    if schema.get("type") == "object":
+        fields = schema.get("properties", {})
+        tags = {name: field["const"] for name, field in fields.items() if "const" in field}
+        yield from (tags | {f"x{i}": item for i in range(1000)} for item in wrong_items)
+        for name, field in fields.items():
+            for value in values_with_mistakes(field, definitions):
+                yield tags | {name: value}
+
+
+@pytest.mark.parametrize("body_type", _BODY_TYPES)
+async def test_many_mistakes_in_one_value_make_few_errors(body_type):
+    """pydantic's errors take a kilobyte each."""
+    schema, counts = body_type.model_json_schema(), []
+    for name, field in schema["properties"].items():
+        for value in values_with_mistakes(field, schema.get("$defs", {})):
+            try:
+                body_type.model_validate({name: value})
+            except ValidationError as error:
+                counts.append(error.error_count())
+                assert counts[-1] < MAX_OBJECT_FIELDS, (name, value)
+    assert counts
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", ("stream_options",), "stream_options"),
+        ("/v1/chat/completions", ("tool_choice", "function"), "tool_choice.function"),
+        ("/v1/responses", ("text",), "text"),
+        ("/v1/responses", ("reasoning",), "reasoning"),
+    ],
+)
+async def test_an_object_of_too_many_fields_is_named(path, fields, param):
+    value = {f"x{i}": 0 for i in range(MAX_OBJECT_FIELDS + 1)}
+    for name in reversed(fields):
+        value = {name: value, **({"type": "function"} if name == "function" else {})}
+    async with app_client(fake_engine("x")) as client:
+        answer = await client.post(path, json=BODIES[path]("a") | value)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"].endswith(f"expected at most {MAX_OBJECT_FIELDS} fields")
+
+
+async def test_long_names_and_types_of_a_refused_value_are_not_copied(monkeypatch):
+    assert _get_item_tag({"type": [0] * 1000}) == _get_item_tag({"type": None}) == "#"
+    lengths = []
+
+    def equivalent_field(cls, param):
+        lengths.append(len(param))
+        return ""
+
+    monkeypatch.setattr(RequestBody, "_equivalent_field", classmethod(equivalent_field))
+    async with app_client(fake_engine("x")) as client:
+        body = {"prompt": "a", "stream_options": {"x" * 1000: 0}}
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.json()["error"]["code"] == "unknown_parameter"
+    assert max(lengths) == MAX_ERROR_PARAM_CHARACTERS
 
 
 async def test_deltas_of_several_outputs_are_one_write():

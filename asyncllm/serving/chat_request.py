@@ -47,7 +47,7 @@ class FunctionCall(TypedDict):
 class MessageToolCall(TypedDict):
     id: str
     type: NotRequired[Literal["function"]]
-    function: FunctionCall
+    function: LimitedObject[FunctionCall]
     index: NotRequired[int]
 
 
@@ -79,7 +79,7 @@ class Function(TypedDict):
 
 class Tool(TypedDict):
     type: Literal["function"]
-    function: Function
+    function: LimitedObject[Function]
 
 
 Messages = Annotated[ObjectList[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -92,7 +92,7 @@ class NamedFunction(TypedDict):
 
 class NamedTool(TypedDict):
     type: Literal["function"]
-    function: NamedFunction
+    function: LimitedObject[NamedFunction]
 
 
 ToolMode = Literal["none", "auto", "required"]

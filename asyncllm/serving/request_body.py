@@ -151,11 +151,15 @@ class RequestBody(BaseModel):
         Raises:
             ProtocolError, InvalidRequestError: with the field at fault in ``param``.
         """
-        fields = {name: value for name, value in body.items() if value is not None}
-        for name in fields.keys() - cls.model_fields.keys() - cls.ACCEPTED_VALUES.keys():
-            # Refuse the first unknown field here: pydantic would make an error for each unknown
-            # field.
-            raise cls._unknown_field_error(name[:MAX_ERROR_PARAM_CHARACTERS])
+        known_names = cls.model_fields.keys() | cls.ACCEPTED_VALUES.keys()
+        fields = {}
+        for name, value in body.items():
+            if value is not None:
+                if name not in known_names:
+                    # Refuse the first unknown field here: pydantic would make an error for each
+                    # unknown field.
+                    raise cls._unknown_field_error(name[:MAX_ERROR_PARAM_CHARACTERS])
+                fields[name] = value
         for name in cls.ACCEPTED_VALUES.keys() & fields.keys():
             value = fields.pop(name)
             if not any(check.equal_json(value, neutral) for neutral in cls.ACCEPTED_VALUES[name]):
@@ -200,7 +204,7 @@ class RequestBody(BaseModel):
         )
         first = next(renamed, errors[0])
         loc = first["loc"]
-        param = _field_path(loc)[:MAX_ERROR_PARAM_CHARACTERS]
+        param = _field_path(loc)
         if first in unknown:
             return cls._unknown_field_error(param)
         if first["type"] == UNSUPPORTED_ITEM_ERROR_TYPE:
@@ -240,16 +244,24 @@ def unsupported_error(name: str, value: Any, accepted: tuple[Any, ...] = ()) -> 
     return ProtocolError(message, code="unsupported_parameter", param=name)
 
 
-def _check_num_fields(value: Any) -> Any:
-    """Check the number of an object's fields: pydantic would make an error for each unknown
-    field."""
-    if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
-        raise ValueError(f"at most {MAX_OBJECT_FIELDS} fields")
-    return value
+def limit_entries(limit: int, noun: str) -> BeforeValidator:
+    """Make the validator that refuses an object of more than ``limit`` entries before pydantic
+    reads them: pydantic would copy them, or make an error for each unknown field.
+
+    Args:
+        noun: what the entries are, for the error message.
+    """
+
+    def check_num_entries(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"at most {limit} {noun}")
+        return value
+
+    return BeforeValidator(check_num_entries)
 
 
 T = TypeVar("T")
-LimitedObject = Annotated[T, BeforeValidator(_check_num_fields)]
+LimitedObject = Annotated[T, limit_entries(MAX_OBJECT_FIELDS, "fields")]
 """A JSON object in a body, with at most MAX_OBJECT_FIELDS fields."""
 
 ObjectList = Annotated[list[LimitedObject[T]], Field(fail_fast=True)]
@@ -265,11 +277,12 @@ Metadata = LimitedObject[
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
-    """Path such as ``messages[0].content``, without tags of unions, which begin with "#"."""
+    """Path such as ``messages[0].content``, without tags of unions, which begin with "#", and cut
+    to MAX_ERROR_PARAM_CHARACTERS."""
     path = ""
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
         elif not part.startswith("#"):
             path += f".{part}" if path else part
-    return path
+    return path[:MAX_ERROR_PARAM_CHARACTERS]

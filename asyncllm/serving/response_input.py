@@ -72,7 +72,9 @@ class ReasoningItem(_InputItem):
 
 
 def _get_item_tag(item: Any) -> str:
-    return f"#{item.get('type', 'message')}" if isinstance(item, dict) else "#message"
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    # No alternative has the tag "#". A text of another value might be as long as the body.
+    return f"#{kind}" if isinstance(kind, str) else "#"
 
 
 InputItem = Annotated[

@@ -140,10 +140,10 @@ class ResponseRequest(ConversationFields):
     include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
     tools: Annotated[ObjectList[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
-    text: ResponseTextConfig | None = None
-    reasoning: ReasoningConfig | None = None
+    text: LimitedObject[ResponseTextConfig] | None = None
+    reasoning: LimitedObject[ReasoningConfig] | None = None
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: LimitedObject[ResponseStreamOptions] | None = None
     generate: bool | None = None
 
     @property

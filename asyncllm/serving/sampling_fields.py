@@ -20,7 +20,13 @@ from asyncllm.sampling_params import (
     NUMBER_FIELD_BOUNDS,
     SamplingParams,
 )
-from asyncllm.serving.request_body import AcceptedValues, Label, RequestBody
+from asyncllm.serving.request_body import (
+    AcceptedValues,
+    Label,
+    LimitedObject,
+    RequestBody,
+    limit_entries,
+)
 from asyncllm.stream import TokenStream
 from asyncllm.validation import MAX_INTEGER, MAX_LIST_ITEMS
 
@@ -57,8 +63,6 @@ TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LIST_ITEMS, fail_fast=T
 
 def _parse_logit_bias(biases: dict[str, Any]) -> dict[int, Any]:
     """Convert the keys of ``logit_bias`` to integers: JSON keys are strings."""
-    if len(biases) > MAX_LOGIT_BIASES:
-        raise ValueError(f"at most {MAX_LOGIT_BIASES} token ids")
     if not all(key.isdecimal() and key.isascii() and len(key) <= 10 for key in biases):
         raise ValueError("token ids, 0 or more, for keys")
     return {int(key): bias for key, bias in biases.items()}
@@ -66,6 +70,7 @@ def _parse_logit_bias(biases: dict[str, Any]) -> dict[int, Any]:
 
 Bias = Annotated[
     dict[str, Any],
+    limit_entries(MAX_LOGIT_BIASES, "token ids"),
     AfterValidator(_parse_logit_bias),
     WithJsonSchema(
         {
@@ -172,7 +177,7 @@ class ChoicesRequest(SamplingFields):
 
     n: int | None = bounded_number_field("n")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: LimitedObject[StreamOptions] | None = None
 
     @property
     def num_prompts(self) -> int:
