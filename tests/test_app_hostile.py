@@ -1578,6 +1578,28 @@ async def test_a_client_that_sends_far_ahead_is_not_read():
             gate.release(1000)
 
 
+async def test_only_large_bodies_have_turns_as_such(caplog, monkeypatch):
+    """Those hold memory that others wait for. Many small ones in chunks do not come before them."""
+    turns, add = [], ParseQueue.add
+
+    def note(self, turn_callback, has_claim=False):
+        turns.append(has_claim)
+        add(self, turn_callback, has_claim)
+
+    monkeypatch.setattr(ParseQueue, "add", note)
+    small = json.dumps(BODY).ljust(900).encode()
+    chunks = CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in small) + b"0\r\n\r\n"
+    large = json.dumps(BODY).ljust(1 << 20).encode()
+    async with attacked(caplog) as server:
+        async with connected(server, chunks) as (reader, _):
+            assert b" 200 " in await reader.readline()
+        assert len(turns) > 10
+        assert not any(turns)
+        async with connected(server, f"{HEAD}{len(large)}\r\n\r\n".encode() + large) as pair:
+            assert b" 200 " in await pair[0].readline()
+        assert any(turns)
+
+
 async def test_parse_turns_alternate_between_claims_and_others():
     queue, turns = ParseQueue(), []
     for name in ("a", "b", "c", "A", "B"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import itertools
 import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -327,29 +327,24 @@ def refers_to(error: BaseException, value: object) -> bool:
     return False
 
 
-async def test_request_that_ends_while_it_gets_its_grammar_holds_none(small_limit):
+async def test_request_that_ends_while_it_gets_its_grammar_holds_none(small_limit, monkeypatch):
+    streams: list[Any] = []
+    numbers = itertools.count()
+    begin = RequestGrammar.begin
+
+    def abort_and_begin(grammar: Grammar) -> RequestGrammar:
+        number = next(numbers)
+        blocking_until(lambda: len(streams) > number)
+        streams[number].abort()
+        blocking_until(lambda: streams[number]._channel.final is not None)
+        return begin(grammar)
+
     async with ByteRig().engine() as engine:
-        compiler: Any = thread_of(engine).grammar_compiler
-        compile_ = compiler.backends.compile
-        streams: list[Any] = []
-
-        def compile_and_abort(spec: Any, begin: Any) -> Grammar:
-            grammar = compile_(spec, begin)
-
-            def new_matcher() -> Any:
-                number = "abc".index(spec.text)
-                blocking_until(lambda: len(streams) > number)
-                streams[number].abort()
-                blocking_until(lambda: streams[number]._channel.final is not None)
-                return grammar.new_matcher()
-
-            return replace(grammar, new_matcher=new_matcher)
-
-        compiler.backends.compile = compile_and_abort
+        monkeypatch.setattr(RequestGrammar, "begin", abort_and_begin)
         for letter in "abc":
             streams.append(engine.stream("x", structured_outputs={"regex": letter}, timeout=5))
             assert (await streams[-1].result()).finish_reason == "abort"
-        compiler.backends.compile = compile_
+        monkeypatch.setattr(RequestGrammar, "begin", begin)
         await check_others_compile(engine)
 
 
@@ -390,6 +385,7 @@ def test_a_matcher_is_released_once_its_mask_is_made():
 
     matchers: list[Any] = [FakeMatcher() for _ in range(4)]
     running, queued, done, idle = (RequestGrammar([one].pop) for one in matchers)
+    assert [one.matcher for one in (running, queued, done, idle)] == matchers
     with ThreadPoolExecutor(1) as worker:
         done.next_mask = worker.submit(lambda: (b"", 0.0))
         done.next_mask.result()

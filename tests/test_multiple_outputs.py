@@ -23,6 +23,7 @@ from asyncllm import (
 from asyncllm.callbacks import stream_with_callbacks
 from asyncllm.core.admission import Admission
 from asyncllm.core.request import Request
+from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.metrics import EngineMetrics
 from asyncllm.observer import outputs_of
 from asyncllm.outputs import CompletionOutput, Logprob, TokenLogprobs
@@ -547,3 +548,27 @@ async def test_a_script_answers_each_output():
         chat = await engine.chat(messages, n=2).result()
     assert [output.text for output in completion.outputs] == ["one", "two", "three"]
     assert [output.text for output in chat.outputs] == ["four", "five"]
+
+
+async def test_outputs_that_never_ran_are_dropped_without_work_for_each(monkeypatch):
+    checks, matchers = [], []
+    check_fields, matcher = SamplingParams._check_fields, RequestGrammar.matcher.fget
+    monkeypatch.setattr(
+        SamplingParams,
+        "_check_fields",
+        lambda self, changed: (checks.append(self), check_fields(self, changed))[-1],
+    )
+    monkeypatch.setattr(
+        RequestGrammar, "matcher", property(lambda self: (matchers.append(self), matcher(self))[-1])
+    )
+    async with fake_engine("x" * 9) as engine:
+        params = SamplingParams(n=64, stop=["#"], structured_outputs={"regex": "x*"})
+        await engine.generate("x", stop=["#"], structured_outputs={"regex": "x*"}, max_tokens=1)
+        await engine.pause()
+        checks.clear()
+        matchers.clear()
+        stream = engine.stream("x", params)
+        stream.close()
+        await until(lambda: engine.stats().num_aborted == 1)
+        assert (len(checks) < 8, matchers) == (True, [])
+        await engine.resume()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -131,9 +132,8 @@ def rig(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[LargeRig]:
 
 def expected(**limits: Any) -> list[list[int]]:
     rig = LargeRig(**limits)
-    for matcher in rig.matchers:
-        matcher.seconds = 0.0
-    tokens = rig.finish()
+    with mock.patch.object(LargeMatcher, "seconds", 0.0):
+        tokens = rig.finish()
     rig.core._mask_maker.close()
     return tokens
 
@@ -253,9 +253,8 @@ def test_streams_that_are_not_read_drop_their_parsers(
 def expected_unread(count: int) -> list[list[int]]:
     rig = LargeRig()
     rig.large = [rig.make_large(f"unread {i}", f"reader {i}") for i in range(count)]
-    for matcher in rig.matchers:
-        matcher.seconds = 0.0
-    tokens = rig.finish()
+    with mock.patch.object(LargeMatcher, "seconds", 0.0):
+        tokens = rig.finish()
     rig.core._mask_maker.close()
     return tokens
 
@@ -352,11 +351,10 @@ def test_a_held_stream_that_nobody_reads_does_not_go_on(rig: LargeRig) -> None:
     assert rig.finish() == expected()
 
 
-def test_quick_parsers_do_not_count(rig: LargeRig) -> None:
+def test_quick_parsers_do_not_count(rig: LargeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token now and then may take longer, as on a busy processor."""
-    for matcher in rig.matchers:
-        matcher.seconds = 0.0
-        matcher.slow_seconds = 4 * parser_memory.FREE_ACCEPT_SECONDS
+    monkeypatch.setattr(LargeMatcher, "seconds", 0.0)
+    monkeypatch.setattr(LargeMatcher, "slow_seconds", 4 * parser_memory.FREE_ACCEPT_SECONDS)
     for request in rig.large:
         grammar: Any = request.structured_output
         grammar._num_accepted_tokens = 3  # The slow token is the first of four.

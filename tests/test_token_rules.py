@@ -144,7 +144,7 @@ async def test_long_lists_are_prepared_on_another_thread_and_once(monkeypatch):
 
 
 async def test_long_token_list_is_applied_before_first_step(monkeypatch):
-    monkeypatch.setattr(Request, "drop_long_params", lambda request: None)
+    monkeypatch.setattr(Request, "drop_long_params", lambda request, short: None)
     words = [f"none of these {i}" for i in range(100)] + [chr(i) for i in range(33, 127)]
     async with ByteRig().engine() as engine:
         for prompt in ("x", [65, 66]):

@@ -23,6 +23,7 @@ from asyncllm.outputs import (
     make_last_delta,
     make_token_delta,
 )
+from asyncllm.sampling_params import SamplingParams
 from asyncllm.validation import describe
 
 
@@ -190,8 +191,10 @@ class OutputProcessor:
         if not isinstance(error, EngineDeadError):  # Another engine may take over the request.
             group.raw_prompt = None
             if group.param_bytes:
+                # One for all members: making one checks all parameters.
+                short = SamplingParams(logprobs=request.sampling.logprobs)
                 for member in group.members:
-                    member.drop_long_params()
+                    member.drop_long_params(short)
         # Break the reference cycle of group and members, so that tokens are freed without the
         # garbage collector.
         group.members = []

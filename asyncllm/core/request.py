@@ -276,10 +276,14 @@ class Request:
             self.sampling = first.sampling.of_output(self.index)
             self.token_ids = self.token_ids.copy()
 
-    def drop_long_params(self) -> None:
+    def drop_long_params(self, short: SamplingParams) -> None:
         """Free the long parameters of an ended request: lists, dicts and texts, and the token rules
-        and detokenizer made from them. The reader still needs ``sampling.logprobs``."""
-        self.sampling = SamplingParams(logprobs=self.sampling.logprobs)
+        and detokenizer made from them.
+
+        Args:
+            short: parameters to keep instead. The reader still needs ``logprobs``.
+        """
+        self.sampling = short
         self.stop_token_ids, self.token_rules, self.output = frozenset(), None, None
 
     @property

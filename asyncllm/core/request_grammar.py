@@ -38,7 +38,6 @@ class RequestGrammar:
 
     Attributes:
         new_matcher: makes a matcher that has accepted no token; None once the request has ended.
-        matcher: the matcher of the tokens so far; see ``num_tokens_to_replay``.
         special_tokens: ids of the special tokens, which add no text. If the grammar names a stop
             token, that token is part of the output, and ends the output only where the grammar may
             end.
@@ -67,7 +66,7 @@ class RequestGrammar:
     clock: Callable[[], float] = time.thread_time
     mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
     first_mask: bytes | None = None
-    matcher: GrammarMatcher = field(init=False)
+    _matcher: GrammarMatcher | None = field(init=False, default=None)
     accept_seconds: float = field(init=False, default=0.0)
     _all_accept_seconds: float = field(init=False, default=0.0)
     _num_accepted_tokens: int = field(init=False, default=0)
@@ -78,12 +77,14 @@ class RequestGrammar:
     awaits_mask: bool = field(init=False, default=False)
     num_delimiter_tokens: int | None = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        self.matcher = self._make_matcher()
-
-    def _make_matcher(self) -> GrammarMatcher:
-        assert self.new_matcher is not None, "the request has ended"
-        return self.new_matcher()
+    @property
+    def matcher(self) -> GrammarMatcher:
+        """The matcher of the tokens so far; see ``num_tokens_to_replay``. It is made when it is
+        needed: a request may have hundreds of outputs, and may end before they run."""
+        if self._matcher is None:
+            assert self.new_matcher is not None, "the request has ended"
+            self._matcher = self.new_matcher()
+        return self._matcher
 
     @classmethod
     def begin(cls, grammar: Grammar) -> Self:
@@ -235,8 +236,7 @@ class RequestGrammar:
         """Free the parser's memory. The output is held back until it is resumed, and the matcher
         then accepts the output's tokens again. No other thread may be using the matcher, and no
         token may be in flight."""
-        self.matcher.release()
-        self.matcher = self._make_matcher()
+        self._release_matcher()
         self.num_tokens_to_replay = self._num_accepted_tokens
         self.next_mask = None
         self.awaits_mask = True
@@ -278,9 +278,14 @@ class RequestGrammar:
         the state is freed when that mask is done. Any thread may call this."""
         self.new_matcher = None
         if self.next_mask is None or self.next_mask.cancel():
-            self.matcher.release()
+            self._release_matcher()
         else:
-            self.next_mask.add_done_callback(lambda _: self.matcher.release())
+            self.next_mask.add_done_callback(lambda _: self._release_matcher())
+
+    def _release_matcher(self) -> None:
+        matcher, self._matcher = self._matcher, None
+        if matcher is not None:
+            matcher.release()
 
 
 def _grammar_violation_error(request: Request, token_id: int) -> RequestError:

@@ -24,8 +24,8 @@ class _Owner:
     """The requests of one owner.
 
     Attributes:
-        heap: ``(sort key, serial)`` of waiting requests, and of some discarded ones; the first entry
-            is of a waiting request.
+        heap: ``(sort key, serial)`` of waiting requests, and of some discarded ones; the first
+            entry is of a waiting request.
         num_running: number of requests that hold a slot.
         last_turn: round-robin position that the owner got at its last admission. Its later
             positions are never smaller.

@@ -74,6 +74,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         self._header_timer = Timer(self.limits.header_timeout, lambda: self.transport.abort())
         self._linger_timer = Timer(LINGER_SECONDS, lambda: self.transport.close())
         self._num_discarded_bytes: int | None = None
+        self._num_request_bytes = 0
         self._client_state: Any = h11.IDLE
         self._application: Any = self.app
         self.app: Any = self._run_application
@@ -127,6 +128,7 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._num_request_bytes += len(data)
         self._unset_keepalive_if_required()
         if self._num_discarded_bytes is None:
             super().data_received(data)
@@ -147,7 +149,9 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             self.transport.pause_reading()
 
     def _has_claim(self) -> bool:
-        return self.conn.their_state is h11.SEND_BODY
+        # A smaller body holds no memory of the budget.
+        is_large = self._num_request_bytes >= MAX_BYTES_PER_PARSE_TURN
+        return is_large and self.conn.their_state is h11.SEND_BODY
 
     def _parse(self) -> None:
         self.conn.reset_event_budget()
@@ -162,6 +166,8 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
             if not (self._unparsed and self.conn.needs_data) or self.conn.has_used_up_turn:
                 break
         state = self.conn.their_state
+        if state is not h11.SEND_BODY:
+            self._num_request_bytes = 0
         if state is not self._client_state:
             self._client_state = state
             self.idle_connections.pop(self, None)
