@@ -150,7 +150,7 @@ class Bench:
             batch.masked_rows = rows
             step.masks = GrammarMask(self._steps, rows, [masks[row] for row in rows])
         self.model.given, self.ops.drawn = logits, {}
-        needing = self.sampler.state.rows_needing_host(step.req_indices)
+        needing = self.sampler.rows_needing_host(step.req_indices, step.positions)
         self.ops.host_rows = step.req_indices[needing].tolist()
         with torch.no_grad():
             self.runner.begin(step, is_early=False)

@@ -124,6 +124,8 @@ REQUESTS = [
     (POST + b"Transfer-Encoding: chunked\r\n\r\nno number\r\n", b"400"),
     (CHUNKED + b"0;" + b"x" * 200_000, b"400"),
     (CHUNKED + b"0\r\n" + b"x: y\r\n" * 20_000, b"400"),
+    (CHUNKED + b"0\r\n" + b"x:\n" * 2_000 + b"\r\n", b"400"),
+    (CHUNKED + b"3\r\n{  \r\n000;a=b\n" + b"x:\n" * 130 + b"\r\n", b"400"),
     (CHUNKED.replace(b"Host", b"Content-Length: 5\r\nHost") + b"0\r\n\r\n", b"400"),
     (GET + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
     (GET + b"X: y\r\n" * 200 + b"\r\n", b"400"),
@@ -300,6 +302,21 @@ async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked,
             await all_left(server)
     # The first turn, and another where the answer had to wait for a turn of the loop.
     assert sum(turns) <= 2 * MAX_EVENTS_PER_PARSE_TURN
+
+
+@pytest.mark.parametrize(("num_trailers", "status"), [(120, b"200"), (130, b"400")])
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_trailers_are_bounded_by_their_number(caplog, num_trailers, status, is_split):
+    body = json.dumps(BODY).encode() + b"\n" * 300  # Lines of a body are no trailers.
+    parts = [CHUNKED + b"%x\r\n" % len(body) + body + b"\r\n0\r\n", b"x: y\r\n" * 100]
+    parts += [b"x: y\r\n" * (num_trailers - 100) + b"\r\n"]
+    async with attacked(caplog) as server:
+        first = parts[0] if is_split else b"".join(parts)
+        async with connected(server, first) as (reader, writer):
+            for part in parts[1:] if is_split else ():
+                await asyncio.sleep(0.02)
+                writer.write(part)
+            assert status in await reader.readline()
 
 
 async def test_a_client_that_sends_on_is_not_reset_at_once(caplog):

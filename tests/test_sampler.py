@@ -316,6 +316,19 @@ def test_the_core_knows_which_requests_need_the_host(fields, eos, bad_words):
     assert needs == ([1] if limits.exceeded_by(params, rules) else [])
 
 
+def test_bad_words_need_the_host_where_one_may_end():
+    bench = Bench(30)
+    bench.enter(0, [1, 2], [4], (), ((4, 5),), temperature=0.0)
+    bench.enter(1, [1, 4], [6], (), ((4, 5),), temperature=0.0)
+    rows, positions = np.array([0, 1]), np.array([3, 3])
+    assert bench.sampler.rows_needing_host(rows, positions).tolist() == [0]
+    assert bench.sampler.state.rows_needing_host(rows).tolist() == [0, 1]
+    logits = torch.zeros(2, 30)
+    logits[:, 5] = 2.0
+    logits[:, 7] = 1.0
+    assert bench.sample(logits, [0, 1]).token_ids.tolist() == [7, 5]
+
+
 class Unprintable(Exception):
     def __repr__(self) -> str:
         raise ValueError("on purpose")

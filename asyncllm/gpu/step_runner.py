@@ -179,7 +179,7 @@ class StepRunner:
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
         """Sets the step's sampling stages, and the rows that are sampled on the host."""
-        sampled_indices = self.sampler.state.rows_needing_host(step.req_indices)
+        sampled_indices = self.sampler.rows_needing_host(step.req_indices, step.positions)
         if len(sampled_indices):
             at = step.req_indices[sampled_indices], step.positions[sampled_indices]
             step.host_rows = HostRows(self.sampler, sampled_indices, *at)

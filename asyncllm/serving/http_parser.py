@@ -10,8 +10,8 @@ import h11
 from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN
 
 MAX_HEADER_LINES = 128
-"""Maximum number of lines of a request's header. h11 parses a header in one piece, which takes some
-microseconds per line."""
+"""Maximum number of lines of a request's header, and of its trailers. h11 parses them in one piece,
+which takes some microseconds per line."""
 
 MAX_HEADER_COMMAS = 1024
 """Maximum number of commas in a request's header. h11 splits some fields at commas repeatedly."""
@@ -27,6 +27,9 @@ BODY_BYTES_PER_EXTRA_CHUNK = 64
 """A body may have BASE_MAX_CHUNKS chunks, and one more per BODY_BYTES_PER_EXTRA_CHUNK bytes."""
 
 _BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
+
+_LAST_CHUNK_PATTERN = re.compile(rb"(?:\r\n)?0+[ \t]*(?:;[^\n]*)?\r?\n")
+"""The line of an empty chunk, before which the end of another chunk may be left."""
 
 
 class HttpParser(h11.Connection):
@@ -49,6 +52,7 @@ class HttpParser(h11.Connection):
         self._events_left = 0
         self._num_header_lines = self._num_header_commas = 0
         self._num_chunks = self._num_body_bytes = 0
+        self._is_at_chunk_line = self._is_at_trailers = False
 
     def reset_event_budget(self) -> None:
         """Begin a parse turn: allow MAX_EVENTS_PER_PARSE_TURN more events."""
@@ -74,12 +78,15 @@ class HttpParser(h11.Connection):
                 raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
             if head.count(b",") > MAX_HEADER_COMMAS:
                 raise self._make_error(f"header: has more than {MAX_HEADER_COMMAS} commas")
+        if self._is_at_chunk_line and self.their_state is h11.SEND_BODY:
+            self._check_trailers()
         event = super().next_event()
         self.needs_data = event is h11.NEED_DATA
         if isinstance(event, h11.Data):
             self._events_left -= 1
             self._num_chunks += event.chunk_start
             self._num_body_bytes += len(event.data)
+            self._is_at_chunk_line = bool(event.chunk_end)
             max_chunks = BASE_MAX_CHUNKS + self._num_body_bytes // BODY_BYTES_PER_EXTRA_CHUNK
             if self._num_chunks > max_chunks:
                 raise self._make_error(
@@ -97,6 +104,14 @@ class HttpParser(h11.Connection):
                 )
         return event
 
+    def _check_trailers(self) -> None:
+        data = self.trailing_data[0]
+        self._is_at_trailers = self._is_at_trailers or bool(_LAST_CHUNK_PATTERN.match(data))
+        if self._is_at_trailers and data.count(b"\n") > MAX_HEADER_LINES:
+            num_lines = _BLANK_LINE_PATTERN.split(data, 1)[0].count(b"\n")
+            if num_lines > MAX_HEADER_LINES:
+                raise self._make_error(f"body: has more than {MAX_HEADER_LINES} trailers")
+
     def _begin_request(self, request: h11.Request) -> None:
         self._num_header_lines = self.trailing_data[0].count(b"\n")
         self._num_header_commas = self.trailing_data[0].count(b",")
@@ -104,6 +119,7 @@ class HttpParser(h11.Connection):
         if len(request.target) > MAX_TARGET_BYTES:
             raise self._make_error(f"target: has more than {MAX_TARGET_BYTES} bytes")
         names = {name for name, _ in request.headers}
+        self._is_at_chunk_line, self._is_at_trailers = b"transfer-encoding" in names, False
         if names >= {b"content-length", b"transfer-encoding"}:
             raise self._make_error("header: has Content-Length and Transfer-Encoding, expected one")
 

@@ -128,7 +128,8 @@ class StepQueue(DeviceStream):
         state, stages = self._sampler.state, step.row_stages
         asks = (stages & ~SamplingStages.LOGPROBS.value).any()
         asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
-        step.is_sampling_queued = not asks and not len(state.rows_needing_host(step.req_indices))
+        host_rows = self._sampler.rows_needing_host(step.req_indices, step.positions)
+        step.is_sampling_queued = not asks and not len(host_rows)
         if step.is_sampling_queued and stages.any():
             step.stages = SamplingStages.LOGPROBS
             step.row_logprobs = state.logprobs[step.req_indices]

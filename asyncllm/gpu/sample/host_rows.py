@@ -18,7 +18,7 @@ from asyncllm.gpu.batch.sampling_inputs import (
 from asyncllm.gpu.batch.sampling_table import SAMPLE_OP_PARAMS
 from asyncllm.gpu.h2d import copy_to_device
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
-from asyncllm.gpu.sample.host_rules import RequestWithProcessors, apply_processors, mask_bad_words
+from asyncllm.gpu.sample.host_rules import RequestWithProcessors, apply_processors
 from asyncllm.gpu.sample.logprobs import logprobs_of_row, token_logprobs
 from asyncllm.gpu.sample.sample_output import NO_TOKEN_MESSAGE, NOT_FINITE_MESSAGE, SampleOutput
 from asyncllm.gpu.sample.sampler import Sampler
@@ -118,7 +118,8 @@ class HostRows:
         processed, requests = self._processed_logits, dict[int, RequestWithProcessors]()
         for row, rules in self._rules_by_row.items():
             output = self._outputs_by_row[row]
-            mask_bad_words(processed[row], rules, output)
+            if excluded := rules.excluded_tokens(output):
+                processed[row][excluded] = -torch.inf
             if (request := rules.request_with_processors) is not None:
                 request.output += output[len(request.output) :].tolist()
                 requests[row] = request

@@ -47,17 +47,19 @@ class HostSamplingRules:
     processors: tuple[RequestLogitsProcessor, ...] = ()
     request_with_processors: RequestWithProcessors | None = None
 
+    @property
+    def has_only_bad_words(self) -> bool:
+        return not self.processors and self.request_with_processors is None
 
-def mask_bad_words(row: Tensor, rules: HostSamplingRules, output: np.ndarray) -> None:
-    """Masks the last token of a bad word if the output ends with the word's other tokens.
+    def excluded_tokens(self, output: np.ndarray) -> list[int]:
+        """Last tokens of the bad words whose other tokens the output ends with.
 
-    Args:
-        output: ``[n]``, the output tokens so far.
-    """
-    # An array is not a Sequence, but excluded_tokens needs only its length, items and slices.
-    tokens: Any = output
-    if rules.bad_words is not None and (excluded := rules.bad_words.excluded_tokens(tokens)):
-        row[excluded] = -torch.inf
+        Args:
+            output: ``[n]``, the output tokens so far.
+        """
+        # An array is not a Sequence, but BadWords needs only its length, items and slices.
+        tokens: Any = output
+        return [] if self.bad_words is None else self.bad_words.excluded_tokens(tokens)
 
 
 def apply_processors(row: Tensor, rules: HostSamplingRules, output: np.ndarray) -> None:

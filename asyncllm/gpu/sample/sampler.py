@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from asyncllm.core.batch import SlotAssignment
@@ -71,6 +72,26 @@ class Sampler:
             self.failures[req_index] = error
             return None
         return update
+
+    def rows_needing_host(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Indices of the rows that a step has to sample on the host: those of
+        ``SamplingState.rows_needing_host``, but for rows whose bad words exclude no token now.
+
+        Args:
+            positions: position of the token that each row samples. The tokens before it are known
+                for requests whose sampling may need the host.
+        """
+        rows = self.state.rows_needing_host(req_indices)
+        if not len(rows):
+            return rows
+        needing = [self._needs_host(int(req_indices[row]), int(positions[row])) for row in rows]
+        return rows[needing]
+
+    def _needs_host(self, req_index: int, position: int) -> bool:
+        rules = self.state.host_rules.get(req_index)
+        if rules is None or not rules.has_only_bad_words or req_index in self.state.host_logprobs:
+            return True
+        return bool(rules.excluded_tokens(self.input_batch.output_token_ids(req_index, position)))
 
     def release(self, req_index: int) -> None:
         rules = self.state.host_rules.get(req_index)
