@@ -304,6 +304,36 @@ async def test_chunks_behind_an_answer_are_not_parsed(monkeypatch, turns, asked,
     assert sum(turns) <= 2 * MAX_EVENTS_PER_PARSE_TURN
 
 
+@pytest.mark.parametrize("num_blanks", [64, 65])
+@pytest.mark.parametrize("place", ["header", "next header", "chunk line", "next chunk", "trailer"])
+def test_blanks_in_a_row_are_bounded(place, num_blanks):
+    """They make an expression of h11's quadratic, for a line that it refuses in the end."""
+    blanks = (b" \t" * 64)[:num_blanks]
+    places = {
+        "header": [GET + b"a:" + blanks + b"b\r\n\r\n"],
+        "next header": [GET + b"\r\n", GET + b"a:" + blanks + b"b\r\n\r\n"],
+        "chunk line": [CHUNKED, b"1;" + blanks + b"\r\nx\r\n0\r\n\r\n"],
+        "next chunk": [CHUNKED + b"1\r\nx\r\n", b"1;" + blanks + b"\r\nx\r\n0\r\n\r\n"],
+        "trailer": [CHUNKED + b"1\r\nx\r\n", b"0\r\na:b", blanks + b"c\r\n\r\n"],
+    }
+    parser, events = HttpParser(1 << 15), []
+    with (
+        pytest.raises(h11.RemoteProtocolError, match="in a row")
+        if num_blanks > 64
+        else (contextlib.nullcontext())
+    ):
+        for part in places[place]:
+            if parser.their_state is h11.DONE:
+                parser.send(h11.Response(status_code=204, headers=[]))
+                parser.send(h11.EndOfMessage())
+                parser.start_next_cycle()
+            parser.receive_data(part)
+            parser.reset_event_budget()
+            while (event := parser.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+                events.append(event)
+        assert isinstance(events[-1], h11.EndOfMessage)
+
+
 @pytest.mark.parametrize(("num_trailers", "status"), [(120, b"200"), (130, b"400")])
 @pytest.mark.parametrize("is_split", [False, True])
 async def test_trailers_are_bounded_by_their_number(caplog, num_trailers, status, is_split):

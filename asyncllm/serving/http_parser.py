@@ -16,6 +16,10 @@ which takes some microseconds per line."""
 MAX_HEADER_COMMAS = 1024
 """Maximum number of commas in a request's header. h11 splits some fields at commas repeatedly."""
 
+MAX_BLANKS_IN_A_ROW = 64
+"""Maximum number of spaces and tabs in a row in a header, in trailers and in a chunk's line. The
+time of h11's regular expressions is quadratic in this number: 30,000 take 4 s."""
+
 MAX_TARGET_BYTES = 8192
 """Maximum number of bytes of a request's target: every request decodes its path and query."""
 
@@ -50,7 +54,7 @@ class HttpParser(h11.Connection):
         self.needs_data = True
         self.has_used_up_turn = False
         self._events_left = 0
-        self._num_header_lines = self._num_header_commas = 0
+        self._num_header_lines = self._num_header_commas = self._num_header_blanks = 0
         self._num_chunks = self._num_body_bytes = 0
         self._is_at_chunk_line = self._is_at_trailers = False
 
@@ -63,6 +67,7 @@ class HttpParser(h11.Connection):
         if self.their_state is h11.IDLE:
             self._num_header_lines += data.count(b"\n")
             self._num_header_commas += data.count(b",")
+            self._num_header_blanks += data.count(b" ") + data.count(b"\t")
         super().receive_data(data)
 
     def next_event(self) -> Any:
@@ -70,7 +75,9 @@ class HttpParser(h11.Connection):
             self.has_used_up_turn = True
             return h11.NEED_DATA
         may_exceed_limits = (
-            self._num_header_lines > MAX_HEADER_LINES or self._num_header_commas > MAX_HEADER_COMMAS
+            self._num_header_lines > MAX_HEADER_LINES
+            or self._num_header_commas > MAX_HEADER_COMMAS
+            or self._num_header_blanks > MAX_BLANKS_IN_A_ROW
         )
         if may_exceed_limits and self.their_state is h11.IDLE:
             head = _BLANK_LINE_PATTERN.split(self.trailing_data[0], 1)[0]
@@ -78,8 +85,9 @@ class HttpParser(h11.Connection):
                 raise self._make_error(f"header: has more than {MAX_HEADER_LINES} lines")
             if head.count(b",") > MAX_HEADER_COMMAS:
                 raise self._make_error(f"header: has more than {MAX_HEADER_COMMAS} commas")
+            self._check_blanks("header", head)
         if self._is_at_chunk_line and self.their_state is h11.SEND_BODY:
-            self._check_trailers()
+            self._check_chunk_line()
         event = super().next_event()
         self.needs_data = event is h11.NEED_DATA
         if isinstance(event, h11.Data):
@@ -104,17 +112,30 @@ class HttpParser(h11.Connection):
                 )
         return event
 
-    def _check_trailers(self) -> None:
+    def _check_chunk_line(self) -> None:
+        """Check the line of the next chunk, and the trailers behind the last one, before h11 parses
+        them in one piece."""
         data = self.trailing_data[0]
         self._is_at_trailers = self._is_at_trailers or bool(_LAST_CHUNK_PATTERN.match(data))
-        if self._is_at_trailers and data.count(b"\n") > MAX_HEADER_LINES:
-            num_lines = _BLANK_LINE_PATTERN.split(data, 1)[0].count(b"\n")
-            if num_lines > MAX_HEADER_LINES:
+        if self._is_at_trailers:
+            head = _BLANK_LINE_PATTERN.split(data, 1)[0]
+            if head.count(b"\n") > MAX_HEADER_LINES:
                 raise self._make_error(f"body: has more than {MAX_HEADER_LINES} trailers")
+        else:
+            head = data.removeprefix(b"\r\n").split(b"\r\n", 1)[0]
+        self._check_blanks("body", head)
+
+    def _check_blanks(self, name: str, head: bytes) -> None:
+        too_many = b" " * (MAX_BLANKS_IN_A_ROW + 1)
+        if len(head) > MAX_BLANKS_IN_A_ROW and too_many in head.replace(b"\t", b" "):
+            raise self._make_error(
+                f"{name}: has more than {MAX_BLANKS_IN_A_ROW} spaces and tabs in a row"
+            )
 
     def _begin_request(self, request: h11.Request) -> None:
         self._num_header_lines = self.trailing_data[0].count(b"\n")
         self._num_header_commas = self.trailing_data[0].count(b",")
+        self._num_header_blanks = MAX_BLANKS_IN_A_ROW + 1  # Count no body: check the next header.
         self._num_chunks = self._num_body_bytes = 0
         if len(request.target) > MAX_TARGET_BYTES:
             raise self._make_error(f"target: has more than {MAX_TARGET_BYTES} bytes")
