@@ -191,8 +191,8 @@ class MaskMaker:
             self._queue_mask(request)
 
     def review_parsers(self) -> None:
-        """Drop the parsers of unread streams, and let held requests go on, as ParserMemory decides.
-        Call this in each turn of the engine's loop."""
+        """Drop the parsers of streams under backpressure, and resume held requests, as ParserMemory
+        decides. Call this in each turn of the engine's loop."""
         for request in self._parser_memory.pop_unread():
             self._drop_parser(request)
         while (request := self._parser_memory.next_resumed()) is not None:
@@ -204,7 +204,7 @@ class MaskMaker:
     def _drop_parser(self, request: Request) -> None:
         _grammar_of(request).drop_parser()
         request.num_placeholders = 1
-        self._request_masks_ahead(request)  # So that it is not scheduled with the placeholder.
+        self._request_masks_ahead(request)  # Else it would run ahead of the placeholder.
 
     def _queue_mask(self, request: Request) -> None:
         grammar = _grammar_of(request)
@@ -244,7 +244,7 @@ class MaskMaker:
         return grammar.compute_mask(request), grammar.clock() - began
 
     def _replay_tokens(self, grammar: RequestGrammar, request: Request) -> MaskResult:
-        """Job of the thread that makes no mask."""
+        """Replay tokens on the mask thread, and make the mask once all are replayed."""
         began = grammar.clock()
         grammar.replay_tokens(request)
         if grammar.num_tokens_to_replay:

@@ -23,7 +23,7 @@ REST_TO_MASK_RATIO = 2
 the GIL from the steps, whatever the thread's priority."""
 
 MAX_QUICK_SECONDS = 0.005
-"""CPU seconds of quick masks after which a slow one, or the beginning of an output, has a turn."""
+"""CPU seconds of quick masks after which a slow mask, or the beginning of an output, has a turn."""
 
 GIL_YIELD_SECONDS = 0.00005
 """Seconds that the thread sleeps before each mask, so that the engine thread can acquire the GIL.
@@ -115,8 +115,8 @@ class MaskThread:
         time.sleep(GIL_YIELD_SECONDS)
         with self._condition:
             while (job := self._take_next_job()) is None:
-                # A slow job waits for the end of the rest, which may have come just now. Without a
-                # job, ``submit`` is about to push one.
+                # A slow job waits until the rest ends, perhaps for 0 seconds. If there is no job,
+                # ``submit`` is about to push one and notify.
                 rest = max(self._rests_until - time.monotonic(), 0.0)
                 self._condition.wait(rest if len(self._slow_lines) else None)
         if not job.result.set_running_or_notify_cancel():

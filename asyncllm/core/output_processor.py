@@ -191,7 +191,7 @@ class OutputProcessor:
         if not isinstance(error, EngineDeadError):  # Another engine may take over the request.
             group.raw_prompt = None
             if group.param_bytes:
-                # One for all members: making one checks all parameters.
+                # All members share it: the constructor validates every field.
                 short = SamplingParams(logprobs=request.sampling.logprobs)
                 for member in group.members:
                     member.drop_long_params(short)
@@ -311,7 +311,7 @@ class OutputProcessor:
             for request in group.members:
                 grammar = request.structured_output
                 if grammar is not None and grammar.is_held:
-                    self._parser_memory.hold(request)  # It waits for memory, too.
+                    self._parser_memory.hold(request)  # It also waits for memory.
                 else:
                     self._parser_memory.discard_unread(request)
                     self._scheduler.resume(request)

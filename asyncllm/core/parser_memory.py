@@ -22,22 +22,23 @@ MAX_PARSER_BYTES = 96 << 20
 """Maximum estimated memory of all parsers that count, before outputs are held back."""
 
 MAX_UNREAD_PARSER_BYTES = 32 << 20
-"""Maximum estimated memory of the parsers of streams that are paused because nobody reads them."""
+"""Maximum estimated memory of the parsers of streams under backpressure."""
 
 
 class ParserMemory:
-    """Decides which outputs drop their parsers and wait.
+    """Bound on the memory of parsers: decides which outputs drop their parsers and wait.
 
     An Earley parser keeps the items of all tokens until the output ends, up to 25 KiB a token. An
-    output without its parser makes it again from its tokens before it goes on. So this delays
-    outputs, and changes no token.
+    output that has dropped its parser rebuilds it before its next mask, by replaying its tokens. So
+    dropping delays outputs, and changes no token.
 
-    Beyond MAX_PARSER_BYTES, of the outputs with large parsers only one goes on. The others are held
-    back: they are paused without a parser. They go on in turns by owner. The next one does once its
-    parser fits into half of the maximum, or once no other output with a large parser goes on.
+    Beyond MAX_PARSER_BYTES, only one of the outputs with large parsers keeps running. The others
+    are held back: they drop their parsers and are paused. Held outputs resume in turns by owner.
+    The next one resumes once its parser fits into half of the maximum, or once no other output with
+    a large parser is running.
 
-    Beyond MAX_UNREAD_PARSER_BYTES, the streams that have been unread longest drop their parsers.
-    They are held back once they are read.
+    Beyond MAX_UNREAD_PARSER_BYTES, streams under backpressure drop their parsers, those paused
+    first before others. They are held back once their readers catch up.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class ParserMemory:
         self._unread: dict[Request, int] = {}
         self._num_unread_bytes = 0
         self._held: OwnerLines[Request] = OwnerLines()
-        self._has_held = False
+        self._has_held = False  # An attribute, because each turn of the loop reads it.
         self._running: Request | None = None
 
     def count(self, request: Request, grammar: OutputGrammar) -> None:
@@ -55,7 +56,7 @@ class ParserMemory:
             self._large[request] = grammar
 
     def must_wait(self, request: Request) -> bool:
-        """Whether an output may take no more memory now."""
+        """Whether an output has to be held back before its next mask."""
         return (
             self._num_bytes > MAX_PARSER_BYTES
             and request in self._large
@@ -63,24 +64,24 @@ class ParserMemory:
         )
 
     def hold(self, request: Request) -> None:
-        """Hold an output without a parser back until ``next_resumed`` returns it."""
+        """Hold back an output that has dropped its parser, until ``next_resumed`` returns it."""
         self.forget(request)
         self._held.push(request.owner, request)
         self._has_held = True
 
     def add_unread(self, request: Request) -> None:
-        """Count the parser of a stream that is paused because nobody reads it."""
+        """Count the parser of a stream that was paused by backpressure."""
         grammar = request.structured_output
         if grammar is not None and grammar.parser_bytes and not grammar.is_held:
             self._unread[request] = grammar.parser_bytes
             self._num_unread_bytes += grammar.parser_bytes
 
     def discard_unread(self, request: Request) -> None:
-        """Count a stream's parser no longer as unread."""
+        """Stop counting a stream among those under backpressure."""
         self._num_unread_bytes -= self._unread.pop(request, 0)
 
     def forget(self, request: Request) -> None:
-        """Count an output no longer: it has ended, or dropped its parser."""
+        """Stop counting an output that has ended or dropped its parser."""
         self._large.pop(request, None)
         self.discard_unread(request)
         if self._has_held:
@@ -88,8 +89,7 @@ class ParserMemory:
             self._has_held = len(self._held) > 0
 
     def pop_unread(self) -> list[Request]:
-        """Remove and return the streams that have to drop their parsers because nobody reads
-        them."""
+        """Remove and return the streams under backpressure that have to drop their parsers."""
         excess = self._num_unread_bytes - MAX_UNREAD_PARSER_BYTES
         popped: list[Request] = []
         for request, num_bytes in self._unread.items():
@@ -103,8 +103,8 @@ class ParserMemory:
         return popped
 
     def next_resumed(self) -> Request | None:
-        """Remove and return the next output that goes on; None if none may. Counts all memory anew:
-        call this until it returns None, in each turn of the engine's loop."""
+        """Remove and return the next held output to resume; None if none may. Adds up all memory
+        anew: call this until it returns None, in each turn of the engine's loop."""
         large = self._large
         self._num_bytes = sum(grammar.excess_parser_bytes for grammar in large.values())
         going_on = (one for one in large if one.status is not Status.PAUSED)
@@ -118,7 +118,7 @@ class ParserMemory:
                 return None
             self.forget(request)
             self._held.end_turn(request.owner)
-            if not is_unread:  # Else it is held again once it is read.
+            if not is_unread:  # Else it is held again once its reader catches up.
                 self.count(request, grammar)
                 return request
         return None

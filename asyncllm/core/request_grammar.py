@@ -23,8 +23,7 @@ NUM_MASKS_AHEAD = 16
 their step again afterwards."""
 
 _MAX_REPLAYED_TOKENS = 16
-"""Maximum number of tokens that a matcher accepts again before the mask thread turns to other
-outputs."""
+"""Maximum number of tokens that one job of the mask thread replays."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +46,8 @@ class RequestGrammar:
         first_mask: the matcher's mask until it accepts a token; None afterwards, and if it is not
             known.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
-        num_tokens_to_replay: number of the output's tokens that the matcher has lost, and must
-            accept again before it is used.
+        num_tokens_to_replay: number of the output's tokens that a new matcher must still accept
+            before its mask is computed.
         num_masks_ahead: number of masks that MaskMaker must still make ahead of their step. While
             it is not 0, a token is accepted along with the next mask.
         pending_token: the last token, if it waits for the next mask.
@@ -79,8 +78,8 @@ class RequestGrammar:
 
     @property
     def matcher(self) -> GrammarMatcher:
-        """The matcher of the tokens so far; see ``num_tokens_to_replay``. It is made when it is
-        needed: a request may have hundreds of outputs, and may end before they run."""
+        """Matcher of the output. Made on first use, because a request may have hundreds of outputs
+        and end before they run. See ``num_tokens_to_replay``."""
         if self._matcher is None:
             assert self.new_matcher is not None, "the request has ended"
             self._matcher = self.new_matcher()
@@ -233,16 +232,16 @@ class RequestGrammar:
         )
 
     def drop_parser(self) -> None:
-        """Free the parser's memory. The output is held back until it is resumed, and the matcher
-        then accepts the output's tokens again. No other thread may be using the matcher, and no
-        token may be in flight."""
+        """Free the parser's memory, and hold the output back. Before the next mask, a new matcher
+        replays the output's tokens. No other thread may be using the matcher, and no token may be
+        in flight."""
         self._release_matcher()
         self.num_tokens_to_replay = self._num_accepted_tokens
         self.next_mask = None
         self.awaits_mask = True
 
     def replay_tokens(self, request: Request) -> None:
-        """Let a new matcher accept some of the tokens again that the one before it had accepted.
+        """Replay the next _MAX_REPLAYED_TOKENS tokens of the output into a new matcher.
 
         Raises:
             Exception: RequestError for a token that is not allowed, or any error of the matcher;

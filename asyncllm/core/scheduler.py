@@ -101,14 +101,14 @@ class Scheduler:
             self.waiting.push(request)
 
     def begin_mask_wait(self, request: Request) -> None:
-        """Take a request whose mask is being made out of the queue, so that it does not hold up
-        the requests behind it."""
+        """Remove a request from the waiting queue until its mask is made. In the queue, it would
+        hold up the requests behind it."""
         if request in self.waiting:
             self.waiting.discard(request)
             self.awaiting_mask[request] = None
 
     def end_mask_wait(self, request: Request) -> None:
-        """Put a request whose mask is made back into the queue, at its place."""
+        """Return a request to its place in the waiting queue, because its mask is made."""
         if request in self.awaiting_mask:
             del self.awaiting_mask[request]
             self.waiting.push(request)
@@ -129,8 +129,8 @@ class Scheduler:
         self.in_process.processors.pop(request.arrival_index, None)
 
     def pause(self, request: Request) -> None:
-        """Do not schedule a request until ``resume``. It keeps its slot and its blocks until
-        another request needs them, and still accepts a token in flight."""
+        """Stop scheduling a request until ``resume``. The request keeps its slot and its blocks
+        until another request needs them, and still accepts a token in flight."""
         if request.status in (Status.FINISHED, Status.PAUSED):
             return
         if request.status is Status.RUNNING:
@@ -142,8 +142,8 @@ class Scheduler:
             self._idle_requests.add(request)
 
     def resume(self, request: Request) -> None:
-        """Schedule a paused request again: at once if it has its slot, no request waits and there
-        are blocks for it, else when its turn comes."""
+        """Run a paused request in its slot again. It is queued instead if it has lost the slot, if
+        requests are waiting, or if too few blocks are free."""
         if request.status is not Status.PAUSED:
             return
         del self.paused[request]

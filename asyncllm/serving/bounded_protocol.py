@@ -14,8 +14,8 @@ MAX_BYTES_PER_PARSE_TURN = 1 << 16
 loop takes 3 ms to receive, parse and decode a megabyte."""
 
 MIN_COUNTED_BYTES = MAX_BYTES_PER_PARSE_TURN // 8
-"""Minimum number of bytes that each receive counts as. A body that comes one byte at a time takes
-some 60 microseconds of the event loop for each."""
+"""Minimum number of bytes that one call of ``data_received`` counts as. A call takes some 60
+microseconds of the event loop, even for a single byte."""
 
 
 class Timer:

@@ -33,7 +33,7 @@ BODY_BYTES_PER_EXTRA_CHUNK = 64
 _BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
 
 _LAST_CHUNK_PATTERN = re.compile(rb"(?:\r\n)?0+[ \t]*(?:;[^\n]*)?\r?\n")
-"""The line of an empty chunk, before which the end of another chunk may be left."""
+"""Pattern of the last chunk's line. The line end of the chunk before it may precede it."""
 
 
 class HttpParser(h11.Connection):
@@ -135,7 +135,8 @@ class HttpParser(h11.Connection):
     def _begin_request(self, request: h11.Request) -> None:
         self._num_header_lines = self.trailing_data[0].count(b"\n")
         self._num_header_commas = self.trailing_data[0].count(b",")
-        self._num_header_blanks = MAX_BLANKS_IN_A_ROW + 1  # Count no body: check the next header.
+        # Check the next header in any case: its blanks may have arrived with this request's body.
+        self._num_header_blanks = MAX_BLANKS_IN_A_ROW + 1
         self._num_chunks = self._num_body_bytes = 0
         if len(request.target) > MAX_TARGET_BYTES:
             raise self._make_error(f"target: has more than {MAX_TARGET_BYTES} bytes")

@@ -249,7 +249,7 @@ def limit_entries(limit: int, noun: str) -> BeforeValidator:
     reads them: pydantic would copy them, or make an error for each unknown field.
 
     Args:
-        noun: what the entries are, for the error message.
+        noun: name of the entries in the error message.
     """
 
     def check_num_entries(value: Any) -> Any:
@@ -277,8 +277,8 @@ Metadata = LimitedObject[
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
-    """Path such as ``messages[0].content``, without tags of unions, which begin with "#", and cut
-    to MAX_ERROR_PARAM_CHARACTERS."""
+    """Path of a field, such as ``messages[0].content``, of at most MAX_ERROR_PARAM_CHARACTERS. Tags
+    of unions, which begin with "#", are left out."""
     path = ""
     for part in loc:
         if isinstance(part, int):

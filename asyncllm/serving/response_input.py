@@ -73,7 +73,7 @@ class ReasoningItem(_InputItem):
 
 def _get_item_tag(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    # No alternative has the tag "#". A text of another value might be as long as the body.
+    # The tag "#" matches no alternative. Converting another value to text could take long.
     return f"#{kind}" if isinstance(kind, str) else "#"
 
 

@@ -52,7 +52,7 @@ class HostSamplingRules:
         return not self.processors and self.request_with_processors is None
 
     def excluded_tokens(self, output: np.ndarray) -> list[int]:
-        """Last tokens of the bad words whose other tokens the output ends with.
+        """List the tokens that would complete a bad word now.
 
         Args:
             output: ``[n]``, the output tokens so far.
