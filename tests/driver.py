@@ -76,6 +76,7 @@ class Sequence:
     error: Exception | None = None
     mask: Callable[[list[int]], bytes] | None = None  # from the tokens so far
     needs_host: bool = False  # waits for its last token
+    bad_words: tuple[tuple[int, ...], ...] = ()  # by their tokens
 
     @property
     def outputs(self) -> list[int]:
@@ -235,7 +236,7 @@ class Driver:
                 eos_token_ids=seq.eos,
                 processors_key=processors_key,
                 token_rules=TokenRules.create(
-                    seq.sampling.allowed_token_ids, (), self.executor.info.vocab_size
+                    seq.sampling.allowed_token_ids, seq.bad_words, self.executor.info.vocab_size
                 ),
             )
         )

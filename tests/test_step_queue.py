@@ -121,6 +121,19 @@ def test_rows_with_host_work_are_sampled_by_the_host(asks):
     assert not all(submitted)
 
 
+def test_rows_with_bad_words_are_not_sampled_before_their_last_token_is_known():
+    runner = ahead(make_decoder(QWEN3))
+    plain = [outputs_of(runner, prompt, 12, DRAWN) for prompt in PROMPTS]
+    submitted, driver = watch(runner), Driver(runner)
+    pairs = [tuple(zip(one, one[1:], strict=False)) for one in plain]
+    seqs = [driver.add(p, 12, DRAWN, bad_words=w) for p, w in zip(PROMPTS, pairs, strict=True)]
+    driver.run(seqs, depth=2)
+    assert submitted
+    assert not any(submitted)
+    for seq, bad in zip(seqs, pairs, strict=True):
+        assert set(bad).isdisjoint(zip(seq.outputs, seq.outputs[1:], strict=False))
+
+
 def test_greedy_rows_of_a_mixed_step_write_no_logits():
     runner = make_runner(make_decoder(QWEN3))
     driver = Driver(runner)

@@ -128,7 +128,9 @@ class StepQueue(DeviceStream):
         state, stages = self._sampler.state, step.row_stages
         asks = (stages & ~SamplingStages.LOGPROBS.value).any()
         asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
-        host_rows = self._sampler.rows_needing_host(step.req_indices, step.positions)
+        # An earlier step may still be sampling the last tokens, so whether a bad word may end with
+        # this step's token is not known yet.
+        host_rows = state.rows_needing_host(step.req_indices)
         step.is_sampling_queued = not asks and not len(host_rows)
         if step.is_sampling_queued and stages.any():
             step.stages = SamplingStages.LOGPROBS
