@@ -46,6 +46,20 @@ def state_of(runner: Any) -> Any:
     return runner._runner
 
 
+def watch_outputs(runner: Any) -> list[Any]:
+    """Copies of the logits and hidden states of each step that is collected from now on."""
+    state, outputs = state_of(runner), []
+    finish = state.finish
+
+    def watched(step: Any) -> Any:
+        sampled = finish(step)
+        outputs.extend((step.output.logits.clone(), step.output.hidden.clone()))
+        return sampled
+
+    state.finish = watched
+    return outputs
+
+
 UNCHECKED = [
     {"temperature": 1e300},
     {"temperature": 10**400},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from asyncllm.gpu.models.decoder import Decoder
 from asyncllm.gpu.models.dense import build_decoder
 from asyncllm.gpu.ops.native_attention import NativeAttention
 from asyncllm.gpu.ops.native_ops import NativeOps
+from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.quantise import QUANTISERS
 from tests import static_runner
 from tests.driver import state_of
@@ -70,6 +72,15 @@ def program_of(runner: ModelRunner) -> RecordedStep:
     replay = state_of(runner).forward_pass
     assert isinstance(replay, RecordedStep), runner.execution
     return replay
+
+
+def run_program(program: Program, *sizes: int) -> None:
+    """A run of a step's program by itself, on its inputs as they are."""
+    failed, context = (ctypes.c_int64 * 1)(), program.context
+    given = (ctypes.c_int64 * len(sizes))(*sizes)
+    status = context.functions.run(context.handle, program.args, given, failed)
+    if status:
+        program.raise_failure(status, failed[0], sizes)
 
 
 def op_by_op(runner: ModelRunner) -> ModelRunner:

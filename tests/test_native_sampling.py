@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages, TopLogprobs
-from asyncllm.gpu.graph.recorded_step import RecordedStep
+from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.ops.gumbel import NO_TOKEN_LEFT
 from asyncllm.gpu.ops.linear_weights import LinearWeights
 from asyncllm.gpu.ops.native_ops import NativeOps
@@ -110,13 +110,13 @@ def test_greedy_steps_write_no_logits_and_sample_the_same(monkeypatch, dtype):
     driver.run(usual)
 
     asked: list[int] = []
-    forward = RecordedStep.forward
+    submit = StepQueue.submit
 
-    def watched(self, step):
+    def watched(self, step, **options):
         asked.append(step.num_logits)
-        return forward(self, step)
+        submit(self, step, **options)
 
-    monkeypatch.setattr(RecordedStep, "forward", watched)
+    monkeypatch.setattr(StepQueue, "submit", watched)
     fused = [driver.add(prompt, 6, GREEDY) for prompt in prompts]
     driver.run(fused)
     assert [seq.outputs for seq in fused] == [seq.outputs for seq in usual]

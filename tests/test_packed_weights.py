@@ -21,7 +21,7 @@ from asyncllm.gpu.ops.linear_weights import LinearWeights, WeightSpec
 from asyncllm.gpu.ops.native_weights import native_type_code
 from asyncllm.gpu.weights import join_quantised_parts, load_weights
 from tests.checkpoints import make_checkpoint
-from tests.driver import Driver, state_of
+from tests.driver import Driver, watch_outputs
 from tests.linear_weights import dequantised
 from tests.live_bytes import LiveBytes
 from tests.native_library import INT8_IN_SPANS, ISAS, needs_native
@@ -111,31 +111,17 @@ def test_logits_equal_dequantised_weights(plain, tmp_path, name):
             num_threads=1, async_scheduling=False,
         )  # fmt: skip
         runner = build_model_runner(config, model)
-        logits = watch(runner)
+        outputs = watch_outputs(runner)
         driver = Driver(runner)
         sequences = [driver.add(prompt, 4) for prompt in ([3], list(range(40)), [7] * 9)]
         driver.run(sequences)
-        assert len(logits) == 4
-        found[attention] = logits[0]
+        assert len(outputs) == 8
+        found[attention] = outputs[0].float()
         runner.close()
     expected, had = (found[key] - found[key].mean(1, keepdim=True) for key in ("torch", "native"))
     error = (had - expected).norm() / expected.norm()
     in_16_bits = name == "ct-int" and ISAS[0] not in INT8_IN_SPANS
     assert 0.0 < error < (0.002 if in_16_bits else 0.03)
-
-
-def watch(runner: Any) -> list[Tensor]:
-    logits: list[Tensor] = []
-    replay = state_of(runner).forward_pass
-    forward = replay.forward
-
-    def watched(*args: Any) -> Any:
-        result = forward(*args)
-        logits.append(result.logits.clone().float())
-        return result
-
-    replay.forward = watched
-    return logits
 
 
 def test_parts_of_different_forms_are_beside_each_other(plain, tmp_path):

@@ -260,15 +260,13 @@ def test_a_recorded_step_lies_between_its_copies(hybrid, monkeypatch):
     runner = hybrid.runner()
     state, found = state_of(runner), []
 
-    def forward(step):
-        found.append("run")
-
-    state.forward_pass.forward = forward
+    state.forward_pass.is_recorded = True
+    state.stream.submit = lambda step, is_early: found.append("run")
     for name in ("load_snapshots", "save_snapshots"):
         note = partial(lambda name, self, pairs: found.append((name, pairs)), name)
         monkeypatch.setattr(StateCache, name, lambda self, pairs, note=note: note(self, pairs))
-    batch = StepBatch(0, state_loads=[(1, 2)], state_saves=[(0, 1)])
-    state._run_forward(LaunchedStep(batch))
+    batch = StepBatch(0, [0], [0], [5], [True], state_loads=[(1, 2)], state_saves=[(0, 1)])
+    state.begin(LaunchedStep(batch), is_early=False)
     assert found == [("load_snapshots", [(1, 2)]), "run", ("save_snapshots", [(0, 1)])]
 
 

@@ -30,7 +30,7 @@ from asyncllm.gpu.ops.torch_ops import TorchOps
 from asyncllm.gpu.profile import recorded_activation_bytes
 from asyncllm.native.context import NativeContext
 from asyncllm.sampling_params import SamplingParams
-from tests.driver import GREEDY, Driver, outputs_of, state_of
+from tests.driver import GREEDY, Driver, outputs_of, state_of, watch_outputs
 from tests.dummy_runner import MODEL as LLAMA
 from tests.dummy_runner import make
 from tests.native_library import check_forked_child, each_isa, needs_native
@@ -41,6 +41,7 @@ from tests.recorded_runner import (
     make_runner,
     op_by_op,
     program_of,
+    run_program,
 )
 from tests.static_runner import in_groups
 
@@ -61,16 +62,7 @@ def context_of(decoder: Decoder) -> NativeContext:
 
 def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[list[int]]]:
     """Logits of every step, the KV cache and the tokens of sequences that come one by one."""
-    logits: list[Tensor] = []
-    state = state_of(runner)
-    forward = state.forward_pass.forward
-
-    def watched(step):
-        found = forward(step)
-        logits.extend((found.logits.clone(), found.hidden.clone()))
-        return found
-
-    state.forward_pass.forward = watched
+    state, logits = state_of(runner), watch_outputs(runner)
     driver = Driver(runner)
     asks = SamplingParams(temperature=0.9, seed=5, prompt_logprobs=1)
     seqs = [driver.add(p, 8, asks if i == 2 else GREEDY) for i, p in enumerate(PROMPTS)]
@@ -79,7 +71,6 @@ def run(runner: ModelRunner, chunk: int) -> tuple[list[Tensor], Tensor, list[lis
         driver.launch([(seq, count) for seq, count in work if not seq.done])
         driver.collect()
     driver.run(seqs, chunk=chunk)
-    del state.forward_pass.forward
     return logits, state.cache.tensor, [seq.outputs for seq in seqs]
 
 
@@ -137,8 +128,8 @@ def test_a_step_is_one_native_call(monkeypatch):
     runner = make_runner(make_decoder(QWEN3))
     library = context_of(state_of(runner).model).functions
     calls: list[str] = []
-    run = library.run
-    monkeypatch.setattr(library, "run", lambda *args: calls.append("run") or run(*args))
+    run_job = library.run_job
+    monkeypatch.setattr(library, "run_job", lambda *args: calls.append("run") or run_job(*args))
     driver = Driver(runner)
     seqs = [driver.add(prompt, 4, SamplingParams(temperature=0.0, seed=0)) for prompt in PROMPTS]
     driver.run(seqs, chunk=6)
@@ -174,9 +165,8 @@ def test_an_index_beyond_its_table_is_an_error(changed, value, op, model):
     batch = StepBatch(9, **fields, samples=[False], num_tokens=5)
     with pytest.raises(RuntimeError, match=rf"step, op \d+, {op}: a slot, block or position"):
         step = LaunchedStep(batch)
-        step.buffer = state.memory.buffer
-        state.memory.write_host_buffer(step)
-        program_of(runner).forward(step)
+        state.stream.submit(step, is_early=False)
+        state.stream.wait(step)
     assert torch.equal(state.cache.tensor, before)
 
 
@@ -199,15 +189,15 @@ def test_sizes_that_do_not_fit_are_an_error(counts, num_tokens):
     rows = len(counts)
     given["counts"][:1] = counts[0]
     with pytest.raises(RuntimeError, match=r"step, (op 0, tokens|.* there is room .*): shapes"):
-        recorded.program.run(rows, num_tokens, 0, 0, 0)
+        run_program(recorded.program, rows, num_tokens, 0, 0, 0)
     for sizes in ((4, 2, 0), (2, 3, 0), (2, 0, 3), (2, 1, 2), (2, 0, -1), (3, 0, 2**62)):
         with pytest.raises(
             RuntimeError, match=r"native step, \[1, 3, .* room for \[6, 128, 128, 6, 6\]: shapes"
         ):
-            recorded.program.run(1, 3, *sizes)
+            run_program(recorded.program, 1, 3, *sizes)
     given["counts"][:1], given["output_indices"][:1] = 3, 3
     with pytest.raises(RuntimeError, match=r"op \d+, select: a slot, block or position"):
-        recorded.program.run(1, 3, 1, 1, 0)
+        run_program(recorded.program, 1, 3, 1, 1, 0)
 
 
 def test_a_forked_child_is_refused():

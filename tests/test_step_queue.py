@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,18 +33,26 @@ pytestmark = needs_native
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 DRAWN = SamplingParams(temperature=0.9, seed=5)
+PENALISED = replace(DRAWN, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.2)
+BIASED = replace(GREEDY, logit_bias={3: 5.0, 7: -2.0}, stop_token_ids=(3,))
 ALONE = {
     "greedy": [GREEDY] * 4,
     "drawn": [DRAWN, replace(DRAWN, top_k=9), replace(DRAWN, top_p=0.8), replace(DRAWN, min_p=0.1)],
     "both": [DRAWN, GREEDY, replace(DRAWN, top_k=9), GREEDY],
     "logprobs": [DRAWN, GREEDY, replace(GREEDY, logprobs=3), replace(DRAWN, logprobs=0)],
     "drawn logprobs": [DRAWN, replace(DRAWN, logprobs=3), replace(DRAWN, logprobs=1), DRAWN],
+    "penalties": [DRAWN, GREEDY, PENALISED, replace(PENALISED, temperature=0.0)],
+    "biases": [GREEDY, BIASED, DRAWN, replace(BIASED, temperature=0.9, min_tokens=4)],
+    "processed logprobs": [
+        replace(BIASED, logprobs=3),
+        DRAWN,
+        replace(PENALISED, logprobs=1),
+        GREEDY,
+    ],
+    "processed alone": [PENALISED, BIASED, replace(PENALISED, top_p=0.8), BIASED],
 }
 HOST = {
-    "penalties": replace(DRAWN, repetition_penalty=1.3),
-    "logprobs and a bias": replace(GREEDY, logprobs=3, logit_bias={3: 5.0}),
     "prompt logprobs": replace(GREEDY, prompt_logprobs=2),
-    "bias": replace(GREEDY, logit_bias={3: 5.0}),
     "processors": replace(DRAWN, logits_processors=(lambda output, logits: -logits,)),
 }
 
@@ -76,10 +85,9 @@ def watch(runner: ModelRunner) -> list[bool]:
     found: list[bool] = []
     submit = queue.submit
 
-    def watched(step: LaunchedStep):
-        submitted = submit(step)
+    def watched(step: LaunchedStep, *, is_early: bool):
+        submit(step, is_early=is_early)
         found.append(step.is_sampling_queued)
-        return submitted
 
     queue.submit = watched
     return found
@@ -125,25 +133,23 @@ def test_rows_with_bad_words_are_not_sampled_before_their_last_token_is_known():
     runner = ahead(make_decoder(QWEN3))
     plain = [outputs_of(runner, prompt, 12, DRAWN) for prompt in PROMPTS]
     submitted, driver = watch(runner), Driver(runner)
-    pairs = [tuple(zip(one, one[1:], strict=False)) for one in plain]
+    pairs = [tuple(pairwise(one)) for one in plain]
     seqs = [driver.add(p, 12, DRAWN, bad_words=w) for p, w in zip(PROMPTS, pairs, strict=True)]
     driver.run(seqs, depth=2)
     assert submitted
     assert not any(submitted)
     for seq, bad in zip(seqs, pairs, strict=True):
-        assert set(bad).isdisjoint(zip(seq.outputs, seq.outputs[1:], strict=False))
+        assert set(bad).isdisjoint(pairwise(seq.outputs))
 
 
 def test_greedy_rows_of_a_mixed_step_write_no_logits():
     runner = make_runner(make_decoder(QWEN3))
     driver = Driver(runner)
-    seqs = [driver.add(PROMPTS[0], 2, one) for one in (GREEDY, DRAWN, GREEDY, HOST["bias"])]
-    recorded = program_of(runner)
-    sizes: list[tuple[int, ...]] = []
-    run = recorded.program.run
-    recorded.program.run = lambda *given: sizes.append(given) or run(*given)
+    seqs = [driver.add(PROMPTS[0], 2, one) for one in (GREEDY, DRAWN, GREEDY, BIASED)]
     driver.launch([(seq, 0) for seq in seqs])
+    step = runner._launched_steps[0]
     driver.collect()
+    sizes = [step.sizes]
     # Of four rows that are wanted two have logits, and of the others the largest is found.
     assert sizes == [(4, 4 * len(PROMPTS[0]), 4, 2, 2)]
     for seq in seqs:

@@ -40,8 +40,11 @@ class LaunchedStep:
         rows: ``[S]``, the sampled rows of the batch, in the order of sampling.
         req_indices, positions: ``[S]``, request index of each sampled row, and the position of its
             new token.
-        num_logits: number of sampled rows whose logits are computed. They come first; every other
-            row takes the token of its largest logit.
+        num_logits: number of sampled rows whose logits are computed. Unless a device has the
+            batch, they come first; every other row takes the token of its largest logit.
+        num_processed: number of sampled rows whose logits are processed before sampling, without
+            grammar masks. They come first among those with logits.
+        is_reordered: whether ``rows`` is not in the order of the batch.
         epochs: ``[S]``, epoch of each request index.
         row_stages: ``[S]``, SamplingStages of each sampled row.
         row_logprobs: ``[S]``, number of log-probabilities of each sampled row, -1 for none; empty
@@ -86,6 +89,7 @@ class LaunchedStep:
             self.req_indices = self.row_indices[self.rows]
             self.positions = (starts + np.array(batch.counts, dtype=np.int64))[self.rows]
         self.num_logits = len(self.rows)
+        self.num_processed, self.is_reordered = 0, False
         self.epochs = self.blocks_to_zero = self.row_stages = self.row_logprobs = EMPTY_INT64
         self.stages = SamplingStages.NONE
         self.bucket: int | None = None
@@ -115,15 +119,20 @@ class LaunchedStep:
     def awaits_masks(self) -> bool:
         return bool(self.batch.masked_rows) and self.masks is None
 
-    def put_logits_rows_first(self, needs_logits: np.ndarray) -> None:
-        """Orders the sampled rows so that those whose logits are needed come first.
+    def order_rows(self, is_processed: np.ndarray, needs_logits: np.ndarray) -> None:
+        """Orders the sampled rows: those with processed logits, with logits, and the greedy ones.
 
         Args:
-            needs_logits: ``[S]`` bool, whether a row's logits are needed.
+            is_processed: ``[S]`` bool, whether a row's logits are processed before sampling.
+            needs_logits: ``[S]`` bool, whether a row's logits are needed, as processed ones are.
         """
+        self.num_processed = int(np.count_nonzero(is_processed))
         self.num_logits = int(np.count_nonzero(needs_logits))
-        if self.num_logits not in (0, len(needs_logits)):
-            order = np.argsort(~needs_logits, kind="stable")
+        counts = self.num_processed, self.num_logits
+        self.is_reordered = any(count not in (0, len(self.rows)) for count in counts)
+        if self.is_reordered:
+            group = np.where(is_processed, 0, np.where(needs_logits, 1, 2))
+            order = np.argsort(group, kind="stable")
             self.rows, self.req_indices = self.rows[order], self.req_indices[order]
             self.positions = self.positions[order]
 

@@ -329,7 +329,7 @@ class ModelRunner:
         output = runner.finish(step)
         runner.store_tokens(step, output.token_ids)
         row_of, tokens = step.rows.tolist(), output.token_ids
-        if step.num_logits not in (0, len(tokens)):
+        if step.is_reordered:
             tokens = tokens[np.argsort(step.rows)]
         result.token_ids = tokens.tolist()
         if output.logprobs:

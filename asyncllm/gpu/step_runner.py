@@ -12,7 +12,7 @@ from torch import Tensor
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.in_process import UnpicklableObjects
 from asyncllm.gpu.batch.input_batch import PLACEHOLDER_TOKEN, InputBatch
-from asyncllm.gpu.batch.sampling_inputs import SamplingStages, TopLogprobs
+from asyncllm.gpu.batch.sampling_inputs import LOGITS_PROCESSING_STAGES, SamplingStages, TopLogprobs
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.kv_cache import KVCache
@@ -93,7 +93,10 @@ class StepRunner:
             return
         if step.batch.prompt_logprobs:
             step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.input_batch)
-        if is_early and self.stream.submit(step):
+        if self.forward_pass.is_recorded:
+            self._load_states(step)
+            self.stream.submit(step, is_early=is_early)
+            self._save_states(step)
             return
         step.buffer = next(self._buffers)
         self.memory.write_host_buffer(step)
@@ -161,11 +164,8 @@ class StepRunner:
             update = sampler.add_request(self._in_process.restore_logits_processors(assignment))
             if update is not None:
                 step.logits_table_updates.append(update)
-        if self.forward_pass.finds_greedy_tokens:
-            needs_logits = state.needs_logits[step.req_indices]
-            if batch.masked_rows:
-                needs_logits[step.sampled_indices_of(batch.masked_rows)] = True
-            step.put_logits_rows_first(needs_logits)
+        if not self.memory.on_device:
+            self._order_rows(step)
         step.epochs = self.input_batch.epochs[step.req_indices]
         step.row_stages = state.stages[step.req_indices]
         if failures := sampler.failures:
@@ -176,6 +176,20 @@ class StepRunner:
                 for row, req_index in enumerate(batch.req_indices)
                 if req_index in failures
             }
+
+    def _order_rows(self, step: LaunchedStep) -> None:
+        """Orders the sampled rows by what the step has to compute for them."""
+        state, forward_pass = self.sampler.state, self.forward_pass
+        is_processed = np.zeros(len(step.rows), dtype=np.bool_)
+        needs_logits = ~is_processed
+        if forward_pass.is_recorded:
+            stages = state.stages[step.req_indices]
+            is_processed = stages & LOGITS_PROCESSING_STAGES.value != 0
+        if forward_pass.finds_greedy_tokens:
+            needs_logits = state.needs_logits[step.req_indices]
+            if step.batch.masked_rows:
+                needs_logits[step.sampled_indices_of(step.batch.masked_rows)] = True
+        step.order_rows(is_processed, needs_logits)
 
     def _prepare_sampling(self, step: LaunchedStep) -> None:
         """Sets the step's sampling stages, and the rows that are sampled on the host."""
@@ -192,17 +206,22 @@ class StepRunner:
 
     def _run_forward(self, step: LaunchedStep) -> None:
         """Queues a forward pass, with the copies of its inputs and its recurrent states."""
-        states, loads, saves = self.cache.states, step.batch.state_loads, step.batch.state_saves
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
-        if states is not None and loads:
-            states.load_snapshots(loads)
+        self._load_states(step)
         self.memory.upload(step)
         step.output = self.forward_pass.forward(step)
-        if states is not None and saves:
-            states.save_snapshots(saves)
+        self._save_states(step)
         if step.batch.prompt_logprobs:
             self._keep_hidden_states(step)
+
+    def _load_states(self, step: LaunchedStep) -> None:
+        if step.batch.state_loads and self.cache.states is not None:
+            self.cache.states.load_snapshots(step.batch.state_loads)
+
+    def _save_states(self, step: LaunchedStep) -> None:
+        if step.batch.state_saves and self.cache.states is not None:
+            self.cache.states.save_snapshots(step.batch.state_saves)
 
     def _keep_hidden_states(self, step: LaunchedStep) -> None:
         """Keeps the hidden states from which prompt log-probabilities are computed."""

@@ -15,9 +15,11 @@ class ForwardPass:
         description: phrase for the log that says how steps run.
         finds_greedy_tokens: whether the model finds the token of a row's largest logit without
             writing the logits.
+        is_recorded: whether a native program runs whole steps, sampling included.
     """
 
     description = "ops called one by one"
+    is_recorded = False
 
     def __init__(self, model: LanguageModel, cache: KVCache, memory: StepMemory) -> None:
         self.model, self.cache, self.memory = model, cache, memory

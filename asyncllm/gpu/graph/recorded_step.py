@@ -1,4 +1,4 @@
-"""RecordedStep: a step's forward pass as one native call."""
+"""RecordedStep: a step's forward pass as one native program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from asyncllm.gpu.batch.step_buffer import StepBuffer
 from asyncllm.gpu.batch.step_inputs import KVGroupInputs, StepInputs
 from asyncllm.gpu.graph.forward_pass import ForwardPass
 from asyncllm.gpu.kv_cache import KVCache
-from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.models.language_model import EMPTY_TOKEN_TENSOR, LanguageModel, StepOutput
 from asyncllm.gpu.ops.program import Program
 from asyncllm.gpu.ops.recorder import FAKE_ROW_COUNTS, DynamicSize, Recorder, UnrecordableError
@@ -20,9 +19,9 @@ from asyncllm.native.interface import OP_ARG_STRUCTS
 
 
 class RecordedStep(ForwardPass):
-    """Runs the forward pass of decode and mixed steps of any size as one native program.
+    """The forward pass of decode and mixed steps of any size as one native program.
 
-    Not thread-safe: the output of a run is valid until the next run.
+    A StepQueue runs it. The output of a run is valid until the next run.
 
     Args:
         input_batch: the persistent batch, whose tables the program reads in place.
@@ -40,6 +39,7 @@ class RecordedStep(ForwardPass):
         UnrecordableError: a part of the model has no native op.
     """
 
+    is_recorded = True
     program: Program
     logits: Tensor
     hidden: Tensor
@@ -77,14 +77,6 @@ class RecordedStep(ForwardPass):
         self.hidden, self.logits, *greedy = self.program.results
         self.greedy = greedy[0].view(-1) if greedy else None
         self.description = f"one native program of {len(self.program.names)} ops"
-
-    def prepare(self, step: LaunchedStep) -> bool:
-        return True
-
-    def forward(self, step: LaunchedStep) -> StepOutput:
-        assert step.sizes is not None
-        self.program.run(*step.sizes)
-        return self.output(step.sizes)
 
     def output(self, sizes: Sequence[int]) -> StepOutput:
         """Returns views of the last run's outputs; ``sizes`` are the sizes of that run."""

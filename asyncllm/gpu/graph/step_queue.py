@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import cycle
 
 import numpy as np
+import torch
 
 from asyncllm.gpu.batch.host_buffer import HostBuffer
 from asyncllm.gpu.batch.sampling_inputs import RowsToSample, SamplingStages
@@ -14,7 +15,7 @@ from asyncllm.gpu.batch.step_buffer import LAST_DECODE_SECTION_NAME
 from asyncllm.gpu.graph.recorded_step import RecordedStep
 from asyncllm.gpu.graph.streams import DeviceStream
 from asyncllm.gpu.launched_step import LaunchedStep
-from asyncllm.gpu.ops.native_sampling import sample_args
+from asyncllm.gpu.ops.native_sampling import process_logits_args, sample_args
 from asyncllm.gpu.sample.sampler import Sampler
 from asyncllm.gpu.step_memory import StepMemory
 from asyncllm.native.context import raise_for_status
@@ -23,6 +24,9 @@ from asyncllm.native.interface import STRUCTS
 MAX_STEPS_IN_FLIGHT = 2
 """Maximum number of steps in flight, the running one included."""
 
+_PROCESSED_LOGITS_PER_THREAD = 2**18
+"""Number of processed logits, 1 MiB, that a thread holds at a time, unless one row has more."""
+
 
 class _Job(HostBuffer):
     """A queued step's buffer and its arguments for the native library.
@@ -30,7 +34,10 @@ class _Job(HostBuffer):
     Attributes:
         args: arguments for the library's thread, which copies the step's inputs into the program's
             buffer, runs the program, samples, and writes the tokens to the persistent batch.
+        processing_stages: logits-processing stages that ``args`` has the tables of.
     """
+
+    processing_stages = SamplingStages.NONE
 
     def __init__(self, recorded_step: RecordedStep, memory: StepMemory, sampler: Sampler) -> None:
         own, token_ids = memory.buffer, sampler.input_batch.token_ids
@@ -46,6 +53,7 @@ class _Job(HostBuffer):
             program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
             draw=sample_args(recorded_step.logits, memory.scalars, rows, tokens),
+            previous_tokens=given["previous_tokens"].data_ptr(),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
             lines=indices.data_ptr(), positions=positions.data_ptr(),
             table=token_ids.ctypes.data, table_lines=lines, table_width=width,
@@ -60,6 +68,7 @@ class _Job(HostBuffer):
         args.bytes = begin + self.tensors["output_indices"].itemsize * sizes.outputs
         args.num_tokens = sizes.logits + sizes.greedy if step.is_sampling_queued else 0
         args.draw.rows = sizes.logits if step.is_sampling_queued else 0
+        args.process.rows = step.num_processed if step.is_sampling_queued else 0
         asked = np.flatnonzero(step.row_logprobs >= 0)
         args.top_rows = asked[-1] + 1 if len(asked) else 0
         if args.top_rows:
@@ -91,6 +100,10 @@ class StepQueue(DeviceStream):
             [_Job(recorded_step, memory, sampler) for _ in range(MAX_STEPS_IN_FLIGHT)]
         )
         self._last_job: _Job | None = None
+        num_rows, vocab_size = recorded_step.logits.shape
+        rows_per_thread = max(1, _PROCESSED_LOGITS_PER_THREAD // vocab_size)
+        num_rows = min(num_rows, rows_per_thread * recorded_step.program.context.num_threads)
+        self._processed_logits = torch.empty((num_rows, vocab_size), dtype=torch.float32)
 
     def can_begin_early(self, step: LaunchedStep, earlier_steps: Iterable[LaunchedStep]) -> bool:
         """Whether to run a step while earlier steps are in flight.
@@ -111,37 +124,54 @@ class StepQueue(DeviceStream):
         changed.update(req_index for req_index, *_ in batch.freed_entries)
         return all(changed.isdisjoint(one.batch.req_indices) for one in earlier_steps)
 
-    def submit(self, step: LaunchedStep) -> bool:
-        """Queues a step that has been applied to the batch.
+    def submit(self, step: LaunchedStep, *, is_early: bool) -> None:
+        """Queues a step that has been applied to the batch, or runs it if it is not early.
 
-        If the step's tokens can be sampled from unprocessed logits, the step also samples them and
-        computes their log-probabilities. Otherwise it stops at the logits, and no step may be
-        submitted behind it until the caller has sampled it.
+        The step's rows are sampled too, unless some await masks or need the host, or the step has
+        prompt log-probabilities. Otherwise it stops at the logits, and no step may be submitted
+        behind it until the caller has sampled it.
 
         Raises:
             RuntimeError: the process is a forked child.
             MemoryError: the native thread could not be started.
         """
+        batch = step.batch
         job = step.buffer = next(self._jobs)
         self._memory.upload(step)
         self._memory.write_host_buffer(step)
-        state, stages = self._sampler.state, step.row_stages
-        asks = (stages & ~SamplingStages.LOGPROBS.value).any()
-        asks = asks or step.batch.masked_rows or step.batch.prompt_logprobs
-        # An earlier step may still be sampling the last tokens, so whether a bad word may end with
-        # this step's token is not known yet.
-        host_rows = state.rows_needing_host(step.req_indices)
-        step.is_sampling_queued = not asks and not len(host_rows)
-        if step.is_sampling_queued and stages.any():
-            step.stages = SamplingStages.LOGPROBS
-            step.row_logprobs = state.logprobs[step.req_indices]
+        step.is_sampling_queued = not (
+            batch.masked_rows or batch.prompt_logprobs or self._needs_host(step, is_early)
+        )
+        if step.is_sampling_queued and step.row_stages.any():
+            self._prepare_stages(step, job)
         job.set_sizes(step)
         context = self.recorded_step.program.context
-        status = context.functions.submit(context.handle, job.args)
-        if status:
+        run = context.functions.submit if is_early else context.functions.run_job
+        status = run(context.handle, job.args)
+        if status and is_early:
             raise_for_status("submit", status)
         self._last_job = job
-        return True
+
+    def _needs_host(self, step: LaunchedStep, is_early: bool) -> bool:
+        """Whether the host has to sample rows of a step, as far as that is known."""
+        sampler = self._sampler
+        if is_early:
+            # An earlier step may still be sampling the last tokens, so whether a bad word may end
+            # with this step's token is not known yet.
+            return len(sampler.state.rows_needing_host(step.req_indices)) > 0
+        return len(sampler.rows_needing_host(step.req_indices, step.positions)) > 0
+
+    def _prepare_stages(self, step: LaunchedStep, job: _Job) -> None:
+        """Sets the stages of a step that its job samples, and the job's arguments for them."""
+        step.stages = SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
+        if step.stages & SamplingStages.LOGPROBS:
+            step.row_logprobs = self._sampler.state.logprobs[step.req_indices]
+        tables = self._memory.tables.allocated_stages
+        if step.num_processed and job.processing_stages != tables:
+            logits, job.processing_stages = self.recorded_step.logits, tables
+            rows = self._memory.sampling_rows(len(logits))
+            job.args.process = process_logits_args(logits, rows, tables, self._processed_logits)
+            job.args.rows_per_turn = len(self._processed_logits)
 
     def wait(self, step: LaunchedStep) -> None:
         """Waits for a submitted step, whose output is valid until the next one is submitted.
@@ -155,10 +185,7 @@ class StepQueue(DeviceStream):
         context = recorded_step.program.context
         status = context.functions.wait(context.handle, job.args)
         if status:
-            raise_for_status(
-                recorded_step.program.describe_failure(status, job.args.failed, job.args.sizes),
-                status,
-            )
+            recorded_step.program.raise_failure(status, job.args.failed, job.args.sizes)
         step.output = recorded_step.output(job.args.sizes)
 
     def synchronize(self) -> None:

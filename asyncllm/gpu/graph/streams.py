@@ -41,10 +41,13 @@ class DeviceStream:
         running."""
         return False
 
-    def submit(self, step: LaunchedStep) -> bool:
-        """Queues a whole step; returns False if work must be queued piece by piece, with
-        ``run``."""
-        return False
+    def submit(self, step: LaunchedStep, *, is_early: bool) -> None:
+        """Queues a whole recorded step; the work of others is queued piece by piece, with ``run``.
+
+        Args:
+            is_early: see ``StepRunner.begin``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs no recorded steps")
 
     def run(self, work: Callable[[], None]) -> None:
         """Queues one piece of a step's work."""

@@ -112,8 +112,22 @@ def process_logits(
 ) -> Tensor:
     """Computes ``logits.process_logits`` in C++, with bit-identical results."""
     logits = contiguous_logits(logits)
+    out = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
+    context.call("process_logits", process_logits_args(logits, rows, stages, out))
+    return out
+
+
+def process_logits_args(
+    logits: Tensor, rows: SamplingRows, stages: SamplingStages, out: Tensor
+) -> Any:
+    """Converts arguments of ``process_logits`` to the native library's ``LogitsArgs``.
+
+    The result holds addresses: the caller has to keep the tensors alive.
+
+    Args:
+        out: ``[S, vocab_size]`` float32, output.
+    """
     count, vocab_size = logits.shape
-    out = torch.empty((count, vocab_size), dtype=torch.float32, device="cpu")
     num_scalars = min(len(rows.last_sampled_tokens), len(rows.params["restricted"]))
     args = STRUCTS["LogitsArgs"](
         **_row_args(logits, rows, min(num_scalars, rows.tables.table_rows)),
@@ -127,8 +141,7 @@ def process_logits(
         _set_token_constraint_args(args, rows)
     if stages & SamplingStages.PENALTIES:
         _set_penalty_args(args, rows)
-    context.call("process_logits", args)
-    return out
+    return args
 
 
 def _set_grammar_mask_args(args: Any, rows: SamplingRows) -> None:

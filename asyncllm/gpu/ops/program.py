@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -78,32 +78,24 @@ class Program:
             num_writing_ops=max(writes, default=-1) + 1,
             capacity=sizes(*capacity),
         )
-        self._sizes, self._failed_op_index = sizes(), (ctypes.c_int64 * 1)()
 
-    def run(self, *dynamic_sizes: int) -> None:
-        """Runs a step on the context's threads; the sizes are in the order of DynamicSize.
+    def raise_failure(self, status: int, op_index: int, sizes: Iterable[int]) -> NoReturn:
+        """Raises the error of a failed run.
+
+        Args:
+            op_index: index of the failed op; -1 if a size is invalid.
+            sizes: sizes of the run, in the order of DynamicSize.
 
         Raises:
             RuntimeError: a size or an index is beyond the buffers; the message names the op.
             MemoryError: scratch memory could not be allocated.
         """
-        self._sizes[:] = dynamic_sizes
-        context = self.context
-        status = context.functions.run(
-            context.handle, self.args, self._sizes, self._failed_op_index
-        )
-        if status:
-            raise_for_status(
-                self.describe_failure(status, self._failed_op_index[0], self._sizes), status
-            )
-
-    def describe_failure(self, status: int, op_index: int, sizes: Iterable[int]) -> str:
-        """Names the op at ``op_index``, or, if it is negative, the sizes of the failed step."""
+        where = "step"
         if op_index >= 0:
-            return f"step, op {op_index}, {self.names[op_index]}"
-        if status != STATUS_INVALID:
-            return "step"
-        return (
-            f"step, {list(sizes)} rows, tokens, outputs, sampled and greedy where there is room "
-            f"for {list(self.args.capacity)}"
-        )
+            where = f"step, op {op_index}, {self.names[op_index]}"
+        elif status == STATUS_INVALID:
+            where = (
+                f"step, {list(sizes)} rows, tokens, outputs, sampled and greedy where there is "
+                f"room for {list(self.args.capacity)}"
+            )
+        raise_for_status(where, status)

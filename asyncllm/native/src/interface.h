@@ -419,6 +419,11 @@ typedef struct Job {
   int64_t bytes;
   // The sampling from the logits; nothing is sampled if it has no rows.
   SampleArgs draw;
+  // The processing of the logits of the first process.rows of these rows, in turns of
+  // rows_per_turn, for which process.out has room.
+  LogitsArgs process;
+  int64_t rows_per_turn;
+  int64_t* previous_tokens;  // [process.rows], written: process.host_token_ids, from the table
   // The log-probabilities of the first top_rows of these rows, as by asyncllm_top_logprobs.
   int64_t top_rows, top;
   float* top_values;
@@ -527,6 +532,8 @@ int32_t asyncllm_run(Context*, const Program*, const int64_t* sizes, int64_t* fa
 // Queues a job for the context's queue thread; the first job starts that thread. While a job is
 // queued or runs, no op may be called with the context.
 int32_t asyncllm_submit(Context*, Job*);
+// Runs a job on the calling thread; no job may be queued.
+int32_t asyncllm_run_job(Context*, Job*);
 // Waits until a job has ended.
 int32_t asyncllm_wait(Context*, const Job*);
 

@@ -18,11 +18,54 @@ int32_t keep_tokens(const Job& job) {
   return STATUS_OK;
 }
 
+// Looks up the token before each sampled one of the rows whose logits are processed.
+int32_t find_previous_tokens(const Job& job) {
+  for (int64_t i = 0; i < job.process.rows; ++i) {
+    int64_t line = job.lines[i], at = job.positions[i];
+    if (line < 0 || line >= job.table_lines || at < 0 || at >= job.table_width) return STATUS_INDEX;
+    job.previous_tokens[i] = job.table[line * job.table_width + at];
+  }
+  return STATUS_OK;
+}
+
+// Samples the rows: first those whose logits are processed, a few at a time, so that their
+// processed logits stay in the cache.
+int32_t sample_rows(Context* context, const Job& job) {
+  int32_t status = find_previous_tokens(job);
+  SampleArgs draw = job.draw;
+  LogitsArgs process = job.process;
+  auto pass = [&](int64_t rows) {
+    draw.req_indices += rows;
+    draw.positions += rows;
+    draw.out += rows;
+    process.logits = static_cast<const char*>(process.logits) +
+                     rows * process.row_stride * size_of(process.dtype);
+    process.req_indices += rows;
+    process.positions += rows;
+    process.host_token_ids += rows;
+  };
+  draw.logits = process.out;
+  draw.row_stride = process.vocab_size;
+  draw.dtype = DTYPE_F32;
+  for (int64_t left = job.process.rows; left > 0 && !status; left -= process.rows) {
+    draw.rows = process.rows = least(left, job.rows_per_turn);
+    status = asyncllm_process_logits(context, &process);
+    if (!status) status = asyncllm_sample(context, &draw);
+    pass(process.rows);
+  }
+  draw.logits = static_cast<const char*>(job.draw.logits) +
+                job.process.rows * job.draw.row_stride * size_of(job.draw.dtype);
+  draw.row_stride = job.draw.row_stride;
+  draw.dtype = job.draw.dtype;
+  draw.rows = job.draw.rows - job.process.rows;
+  return status || !draw.rows ? status : asyncllm_sample(context, &draw);
+}
+
 int32_t run_job(Context* context, Job* job) {
   memcpy(job->to, job->from, job->bytes);
   int32_t status = asyncllm_run(context, job->program, job->sizes, &job->failed);
-  if (!status && job->draw.rows) status = asyncllm_sample(context, &job->draw);
   const SampleArgs& draw = job->draw;
+  if (!status && draw.rows) status = sample_rows(context, *job);
   if (!status && job->top_rows)
     status = asyncllm_top_logprobs(context, draw.logits, draw.row_stride, job->top_rows,
                                    draw.vocab_size, draw.dtype, draw.out, job->top,
@@ -30,6 +73,15 @@ int32_t run_job(Context* context, Job* job) {
   if (status || !job->num_tokens) return status;
   memcpy(job->tokens + job->draw.rows, job->greedy, job->sizes[SIZE_GREEDY] * sizeof(int64_t));
   return keep_tokens(*job);
+}
+
+bool is_valid(const Job& j) {
+  return j.bytes >= 0 && (!j.bytes || (j.to && j.from)) && j.draw.rows >= 0 && j.num_tokens >= 0 &&
+         j.top_rows >= 0 && j.top_rows <= j.draw.rows && j.process.rows >= 0 &&
+         (!j.process.rows || (j.process.rows <= j.draw.rows && j.draw.rows <= j.num_tokens &&
+                              j.rows_per_turn > 0 && j.previous_tokens)) &&
+         (!j.num_tokens || (j.lines && j.positions && j.tokens && j.table && j.greedy &&
+                            j.num_tokens == j.draw.rows + j.sizes[SIZE_GREEDY]));
 }
 
 }  // namespace
@@ -94,13 +146,12 @@ void Queue::serve() {
 
 API int32_t asyncllm_submit(Context* context, Job* job) {
   if (!is_open(context)) return STATUS_CLOSED;
-  const Job& j = *job;
-  if (j.bytes < 0 || (j.bytes && (!j.to || !j.from)) || j.draw.rows < 0 || j.num_tokens < 0 ||
-      j.top_rows < 0 || j.top_rows > j.draw.rows ||
-      (j.num_tokens && (!j.lines || !j.positions || !j.tokens || !j.table || !j.greedy ||
-                        j.num_tokens != j.draw.rows + j.sizes[SIZE_GREEDY])))
-    return STATUS_INVALID;
-  return context->queue.submit(context, job);
+  return is_valid(*job) ? context->queue.submit(context, job) : STATUS_INVALID;
+}
+
+API int32_t asyncllm_run_job(Context* context, Job* job) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  return job->status = is_valid(*job) ? run_job(context, job) : STATUS_INVALID;
 }
 
 API int32_t asyncllm_wait(Context* context, const Job* job) {
