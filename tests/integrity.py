@@ -25,6 +25,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(held) == len(holders), "two requests share a slot"
     assert held.isdisjoint(free), "a slot is both held and free"
     assert len(held) + len(free) == scheduler.info.max_num_seqs, "a slot leaked"
+    for first, members in scheduler.awaiting_prompt.items():
+        assert not first.is_finished
+        assert not first.num_output_tokens
+        assert all(m.first_member is first and m.status is Status.WAITING for m in members)
     evictable = scheduler._idle_requests.entries
     for request in live:
         assert request.num_computed_tokens <= len(request.token_ids) + request.num_placeholders
@@ -84,6 +88,7 @@ def check_block_pool(pool: BlockPool, holders: Iterable[Sequence[Block]] = ()) -
         expected = refs[block.block_id]
         assert block.ref_count == expected, f"{block}: {expected} requests hold it"
         assert (block.ref_count == 0) == (block.block_id in free_ids), f"{block} leaked"
-        if block.hash is not None:
-            assert pool._by_hash.get(block.hash) is block, f"{block} cannot be found"
-    assert all(b.hash == h for h, b in pool._by_hash.items()), "a hash names another block"
+        for block_hash in {block.hash, block.partial_hash} - {None}:
+            assert pool._by_hash.get(block_hash) is block, f"{block} cannot be found"
+    for block_hash, block in pool._by_hash.items():
+        assert block_hash in (block.hash, block.partial_hash), "a hash names another block"

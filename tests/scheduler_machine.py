@@ -40,8 +40,8 @@ def longest(num_blocks: int, block_size) -> int:
 class SchedulerMachine(RuleBasedStateMachine):
     """Tiny pools, few distinct tokens (so that prefixes are shared), aborts, pauses, failed
     steps, prompt log-probabilities, tokens drawn with the host, several KV groups, recurrent
-    states, depth 1 and 2, several tokens per row, every policy, several owners. Outputs must equal
-    those without any cache."""
+    states, depth 1 and 2, several tokens per row, every policy, several owners, further outputs of
+    a prompt. Outputs must equal those without any cache."""
 
     @initialize(
         num_blocks=st.integers(5, 14),
@@ -65,17 +65,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, data):
         longest = min(self.rig.info.max_model_len - 1, 16)
         prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=longest))
-        request = self.rig.add(
-            prompt,
+        options = dict(
             max_tokens=data.draw(st.integers(1, 12)),
             priority=data.draw(st.integers(0, 2)),
             deadline=data.draw(st.sampled_from([1.0, 2.0, math.inf])),
             owner=data.draw(st.sampled_from([None, "a", "b"])),
             eos=data.draw(st.sampled_from([(), tuple(range(0, 997, 7))])),
-            prompt_logprobs=data.draw(st.sampled_from([None, None, 0, 2])),
             needs_host=data.draw(st.sampled_from([False, False, True])),
         )
-        self.requests.append(request)
+        first = self.rig.add(
+            prompt, prompt_logprobs=data.draw(st.sampled_from([None, None, 0, 2])), **options
+        )
+        self.requests.append(first)
+        for _ in range(data.draw(st.sampled_from([0, 0, 1, 3]))):
+            self.requests.append(self.rig.add(prompt, first=first, **options))
 
     def _pick(self, data, *states):
         return data.draw(st.sampled_from([r for r in self.requests if r.status in states]))

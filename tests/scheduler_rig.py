@@ -67,6 +67,7 @@ class Rig:
         salt=None,
         owner=None,
         needs_host=False,
+        first=None,
         **sampling,
     ):
         request = Request(
@@ -80,6 +81,7 @@ class Rig:
             cache_salt=salt,
             owner=owner,
             needs_host=needs_host,
+            first_member=first,
         )
         self.arrival_index += 1
         self.scheduler.add(request)

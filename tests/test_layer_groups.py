@@ -113,6 +113,20 @@ def test_groups_of_layers_with_other_heads_share_blocks():
     assert int(cache.tensor.count_nonzero()) == cache.tensor.numel() // 3
 
 
+@pytest.mark.parametrize("layouts_differ", [False, True])
+def test_blocks_are_read_before_the_first_is_written(layouts_differ):
+    layout = BlockLayout((2, 4, 2, 8))
+    layouts = (layout, BlockLayout((2, 4, 1, 8))) if layouts_differ else ()
+    cache = KVCache([KVGroup(KVCacheSpec((0, 1), 4), layout, layouts)], 5, torch.float32, CPU)
+    for layer in cache.layers:
+        layer.copy_(torch.arange(5.0).view(1, 5, 1, 1, 1).expand_as(layer))
+    cache.copy_blocks([(1, 3), (4, 1), (1, 2)])
+    for layer in cache.layers:
+        assert torch.equal(
+            layer, torch.tensor([0.0, 4, 1, 1, 4]).view(1, 5, 1, 1, 1).expand_as(layer)
+        )
+
+
 @pytest.mark.parametrize(
     "other",
     [

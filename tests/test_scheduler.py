@@ -113,7 +113,10 @@ def test_a_paused_request_keeps_its_slot_until_another_needs_it(has_states):
     assert (first.req_index, second.req_index >= 0) == (-1, True), "it has paused longest"
     fourth = rig.add(range(30, 35), max_tokens=2)
     rig.scheduler.resume(second)
-    assert second.status is Status.WAITING, "behind the other, which waits for a slot"
+    assert second.status is Status.RUNNING, "as if it had not paused"
+    assert rig.step() == {"r1": 1, "r2": 1}
+    rig.scheduler.pause(second)
+    assert rig.step() == {"r3": 5}
     rig.scheduler.resume(first)
     rig.finish_all(first, second, third, fourth)
 

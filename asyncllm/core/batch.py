@@ -88,6 +88,8 @@ class StepBatch:
         freed_entries: ``(req_index, KV group, first, end)``: table entries that become the null
             block with this step, because every later query's window begins after the tokens of
             these entries. Their blocks may have a new owner in this very step.
+        block_copies: ``(source, target)``: block ids. The blocks are copied before the step runs,
+            and all are read before the first is written.
         state_loads: ``(req_index, snapshot)``: a request continues a cached prefix; the snapshot is
             copied into its slot before the step runs.
         state_saves: ``(req_index, snapshot)``: the request's state after this step is copied to the
@@ -110,6 +112,7 @@ class StepBatch:
     assignments: list[SlotAssignment] = field(default_factory=list)
     new_blocks: list[tuple[int, tuple[list[int], ...]]] = field(default_factory=list)
     freed_entries: list[tuple[int, int, int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)
     masked_rows: list[int] = field(default_factory=list)

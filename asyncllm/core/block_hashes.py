@@ -34,9 +34,25 @@ def append_block_hashes(
     tokens = array("I", token_ids[len(hashes) * block_size : num_full * block_size])
     data, size = tokens.tobytes(), block_size * tokens.itemsize
     for i in range(0, len(data), size):
-        block = parent + data[i : i + size]
-        parent = hashlib.blake2b(block, digest_size=_DIGEST_SIZE).digest()
+        parent = _hash_block(parent, data[i : i + size])
         hashes.append(parent)
+
+
+def partial_block_hash(
+    hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None
+) -> bytes:
+    """Hash of a block that is not full, from those of the full blocks before it. It equals no full
+    block's hash.
+
+    Args:
+        token_ids: the tokens of the partial block.
+    """
+    parent = hashes[-1] if hashes else root_hash(cache_salt)
+    return _hash_block(parent, array("I", token_ids).tobytes())
+
+
+def _hash_block(parent: bytes, tokens: bytes) -> bytes:
+    return hashlib.blake2b(parent + tokens, digest_size=_DIGEST_SIZE).digest()
 
 
 class HashedTokens(Protocol):

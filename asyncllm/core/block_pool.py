@@ -16,18 +16,28 @@ NULL_BLOCK_ID = 0
 
 
 class Block:
-    """One KV block: its number, reference count and hash. Made once, with the pool; only the pool
-    changes it."""
+    """One KV block: its number, reference count and hashes. Made once, with the pool; only the pool
+    changes it.
 
-    __slots__ = ("block_id", "hash", "ref_count")
+    Attributes:
+        hash: hash of the full block, by which requests share it; None while it is not cached.
+        partial_hash: hash of some of its first tokens, by which it is found to be copied; or None.
+    """
+
+    __slots__ = ("block_id", "hash", "partial_hash", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.hash: bytes | None = None
+        self.partial_hash: bytes | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        return self.hash is not None or self.partial_hash is not None
 
     def __repr__(self) -> str:
-        return f"Block({self.block_id}, refs={self.ref_count}, hashed={self.hash is not None})"
+        return f"Block({self.block_id}, refs={self.ref_count}, cached={self.is_cached})"
 
 
 class BlockPool:
@@ -65,7 +75,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks that can be found by their hash, held or free."""
+        """Number of hashes by which blocks can be found, held or free."""
         return len(self._by_hash)
 
     def allocate(self, count: int) -> list[Block]:
@@ -101,10 +111,10 @@ class BlockPool:
                 raise ValueError(f"{block} is released more often than it was taken")
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.hash is None:
-                    self._unhashed.append(block)
-                else:
+                if block.is_cached:
                     self._evictable[block] = None
+                else:
+                    self._unhashed.append(block)
 
     def cache_block(self, block: Block, block_hash: bytes) -> bool:
         """Enter a held block into the prefix cache. Returns False if another block already has this
@@ -116,12 +126,19 @@ class BlockPool:
         block.hash = block_hash
         return True
 
+    def cache_partial_block(self, block: Block, partial_hash: bytes) -> None:
+        """Let a held block be found by the hash of some of its first tokens, unless another block
+        is found by it already."""
+        if block.partial_hash is None and partial_hash not in self._by_hash:
+            self._by_hash[partial_hash] = block
+            block.partial_hash = partial_hash
+
     def uncache_block(self, block: Block) -> None:
         """Remove a block from the prefix cache. A free block is then the next to be allocated."""
-        if block.hash is None:
-            return
-        del self._by_hash[block.hash]
-        block.hash = None
+        for block_hash in (block.hash, block.partial_hash):
+            if block_hash is not None:
+                del self._by_hash[block_hash]
+        block.hash = block.partial_hash = None
         if block in self._evictable:
             del self._evictable[block]
             self._unhashed.append(block)
@@ -130,6 +147,6 @@ class BlockPool:
         """Empty the prefix cache. Does nothing and returns False while requests hold blocks."""
         if self.num_free != self.num_usable:
             return False
-        for block in list(self._by_hash.values()):
+        for block in set(self._by_hash.values()):
             self.uncache_block(block)
         return True

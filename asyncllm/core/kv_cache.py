@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from asyncllm.core.block_hashes import HashedTokens
+from asyncllm.core.block_hashes import HashedTokens, partial_block_hash
 from asyncllm.core.block_pool import Block, BlockPool
 from asyncllm.core.kv_cache_spec import KVCacheSpec
 from asyncllm.core.request import UNREACHABLE_NUM_TOKENS, Request
@@ -132,6 +132,7 @@ class KVCacheManager:
             their next step need not preempt it; 1 % of the pool, as in vLLM.
         states: snapshots of recurrent states, which a recurrent model needs to continue a cached
             prefix; None for other models, and without a prefix cache.
+        block_copies: ``StepBatch.block_copies`` of the step that is being scheduled.
     """
 
     def __init__(
@@ -164,6 +165,10 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.block_copies: list[tuple[int, int]] = []
+        self._can_copy_blocks = (
+            enable_prefix_caching and not num_state_snapshots and len(specs) == 1
+        ) and not self._sliding_groups
 
     def max_blocks_for(self, num_tokens: int) -> int:
         """Maximum number of blocks, over all groups, that a sequence of ``num_tokens`` holds at
@@ -268,12 +273,56 @@ class KVCacheManager:
         if self.states is not None:
             self.states.admit(request)
         self._append_blocks(request, missing)
+        if request.first_member is not None and self.copies_last_block(request):
+            self._copy_last_block(request)
         if request.first_scheduled_at is None:
             request.num_cached_tokens = request.num_computed_tokens
             if self.enable_prefix_caching and request.prompt_logprobs is None:
                 self.num_queried_tokens += len(request.token_ids)
                 self.num_hit_tokens += request.num_computed_tokens
         return True
+
+    # --- the last block of a prompt, for further outputs of it -------------------------
+
+    def copies_last_block(self, request: Request) -> bool:
+        """Whether an output that begins copies the last block of its prompt from another output.
+
+        Outputs share full blocks alone, because each writes behind the prompt. Without the copy, a
+        further output computes the tokens after the last full block again. Up to an eighth of a
+        block is computed again: that takes less than the step for which the output would wait.
+        """
+        block_size = self.groups[0].block_size
+        num_tokens = (request.num_prompt_tokens - 1) % block_size
+        is_new = not request.num_output_tokens
+        return self._can_copy_blocks and is_new and num_tokens > block_size // 8
+
+    def cache_last_block(self, request: Request) -> None:
+        """Let the last block of a computed prompt be found by the prompt's other outputs."""
+        index, partial_hash = self._last_block(request)
+        self.pool.cache_partial_block(request.blocks[0][index], partial_hash)
+
+    def _last_block(self, request: Request) -> tuple[int, bytes]:
+        """Index of the block that holds the token before the prompt's last one, and the hash of the
+        block's tokens up to there."""
+        block_size, end = self.groups[0].block_size, request.num_prompt_tokens - 1
+        index = end // block_size
+        hashes = request.extend_hashes(block_size)[:index]
+        token_ids = request.token_ids[index * block_size : end]
+        return index, partial_block_hash(hashes, token_ids, request.cache_salt)
+
+    def _copy_last_block(self, request: Request) -> None:
+        """Copy the prompt's last block from another output, if all before it is cached. Call it
+        with the request's new blocks taken: they may have been the cached one."""
+        index, partial_hash = self._last_block(request)
+        source = self.pool.find(partial_hash)
+        if source is None or request.num_computed_tokens < index * self.groups[0].block_size:
+            return
+        self.pool.touch(source)  # Make it the most recently used.
+        self.pool.release([source])
+        self.block_copies.append((source.block_id, request.blocks[0][index].block_id))
+        request.num_computed_tokens = request.num_prompt_tokens - 1
+
+    # --- blocks of running requests ----------------------------------------------------
 
     def free_out_of_window(self, request: Request) -> list[FreedEntries]:
         """Free the blocks that no later query sees; their contents stay cached. A step in flight

@@ -9,7 +9,9 @@ and a preempted request simply starts over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import inf
 
+from asyncllm.core.admission_pace import AdmissionPace
 from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
 from asyncllm.core.executor import ExecutorInfo
 from asyncllm.core.idle_requests import IdleRequests
@@ -66,11 +68,14 @@ class Scheduler:
         self.in_process = in_process or UnpicklableObjects()
         self.num_lookahead_tokens = info.max_tokens_per_row - 1
         self.budget = TokenBudget(info.max_num_batched_tokens)
+        self.pace = AdmissionPace()
         self.waiting = WaitingQueue(policy)
         # Requests that lost their blocks without running, until ``_release_evicted``.
         self.evicted = WaitingQueue(policy)
         # Requests that wait for a slot and for their mask.
         self.awaiting_mask: dict[Request, None] = {}
+        # Further outputs that wait for the first one to compute their prompt.
+        self.awaiting_prompt: dict[Request, dict[Request, None]] = {}
         self.running: dict[Request, None] = {}
         self.paused: dict[Request, None] = {}
         self.failed: list[tuple[Request, Exception]] = []
@@ -94,11 +99,22 @@ class Scheduler:
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        grammar = request.structured_output
+        grammar, first = request.structured_output, request.first_member
         if grammar is not None and grammar.awaits_mask:
             self.awaiting_mask[request] = None
+        elif first is not None and self._awaits_prompt(request, first):
+            self.awaiting_prompt.setdefault(first, {})[request] = None
         else:
             self.waiting.push(request)
+
+    def _awaits_prompt(self, request: Request, first: Request) -> bool:
+        has_begun = first.is_finished or first.num_output_tokens > 0
+        return not has_begun and self.kv.copies_last_block(request)
+
+    def _end_prompt_wait(self, first: Request) -> None:
+        """Queue the outputs that waited for the first one's prompt."""
+        for request in self.awaiting_prompt.pop(first, ()):
+            self._queue(request)
 
     def begin_mask_wait(self, request: Request) -> None:
         """Remove a request from the waiting queue until its mask is made. In the queue, it would
@@ -127,6 +143,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         self.in_process.processors.pop(request.arrival_index, None)
+        self._end_prompt_wait(request)
 
     def pause(self, request: Request) -> None:
         """Stop scheduling a request until ``resume``. The request keeps its slot and its blocks
@@ -142,13 +159,13 @@ class Scheduler:
             self._idle_requests.add(request)
 
     def resume(self, request: Request) -> None:
-        """Run a paused request in its slot again. It is queued instead if it has lost the slot, if
-        requests are waiting, or if too few blocks are free."""
+        """Run a paused request in its slot again. It is queued instead if it has lost the slot, or
+        if too few blocks are free."""
         if request.status is not Status.PAUSED:
             return
         del self.paused[request]
         if request in self._idle_slots:
-            if not self.waiting and self._has_spare_blocks(request):
+            if self._has_spare_blocks(request):
                 del self._idle_slots[request]
                 self._idle_requests.entries.pop(request, None)
                 self.waiting.push(request)
@@ -176,6 +193,8 @@ class Scheduler:
             self.waiting.discard(request)
             self.evicted.discard(request)
             self.awaiting_mask.pop(request, None)
+            if request.first_member in self.awaiting_prompt:
+                self.awaiting_prompt[request.first_member].pop(request, None)
         elif request.status is Status.PAUSED:
             del self.paused[request]
 
@@ -201,6 +220,8 @@ class Scheduler:
         yield from self.waiting
         yield from self.evicted
         yield from self.awaiting_mask
+        for members in self.awaiting_prompt.values():
+            yield from members
         yield from self.paused
 
     def has_work(self) -> bool:
@@ -235,6 +256,7 @@ class Scheduler:
         if batch.num_decodes < len(step.requests):
             batch.prompt_logprobs = prompt_logprob_spans(step, self.info.vocab_size)
         batch.released_indices, self._released_req_indices = self._released_req_indices, []
+        batch.block_copies, self.kv.block_copies = self.kv.block_copies, []
         batch.assignments = [self._make_assignment(r) for r in step.admitted]
         self._num_steps += 1
         self._latest_step = step
@@ -289,11 +311,14 @@ class Scheduler:
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int) -> None:
         """Admit waiting requests in the queue's order while slots, blocks and budget last. If one
-        does not fit, no later request is admitted before it, so that it does not starve."""
+        does not fit, no later request is admitted before it, so that it does not starve. Beside
+        requests of several owners, AdmissionPace bounds the admissions."""
         self._release_evicted()
         states, max_num_seqs = self.kv.states, self.info.max_num_seqs
+        is_paced = self.running and self.waiting.num_owners > 1
+        num_admissions = self.pace.max_admissions() if is_paced else inf
         skipped: list[Request] = []
-        while budget > 0 and len(self.running) < max_num_seqs:
+        while budget > 0 and num_admissions > 0 and len(self.running) < max_num_seqs:
             request = self.waiting.peek()
             if request is None or len(skipped) > max_num_seqs:
                 break
@@ -315,6 +340,7 @@ class Scheduler:
             count = min(end - request.num_computed_tokens, max_count)
             self._add_row(request, count, step)
             budget -= count * request.budget_cost_per_token
+            num_admissions -= self.pace.cost(request, count)
         for request in skipped:
             self.waiting.push(request)
 
@@ -462,6 +488,9 @@ class Scheduler:
                 token_id = token_ids[i]
                 request.token_ids.append(token_id)
                 self.num_generated_tokens += 1
+                if request in self.awaiting_prompt:
+                    self.kv.cache_last_block(request)
+                    self._end_prompt_wait(request)
                 if request.num_computed_tokens >= request.cache_blocks_at:
                     assert self._latest_step is not None
                     self._latest_step.newly_cached_blocks += self.kv.cache_blocks(request)

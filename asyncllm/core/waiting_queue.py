@@ -79,6 +79,11 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._waiting_requests
 
+    @property
+    def num_owners(self) -> int:
+        """Number of owners that have a request waiting or running."""
+        return len(self._owners)
+
     def has_owner(self, name: str | None) -> bool:
         """Whether a request of this owner waits or runs."""
         return name in self._owners

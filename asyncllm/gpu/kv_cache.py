@@ -90,6 +90,20 @@ class KVCache:
         }
         self.layers: list[Tensor] = [parts[layer] for layer in sorted(parts)]
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks; all are read before the first is written.
+
+        Args:
+            pairs: source and target block ids.
+        """
+        block_ids = np.array([*zip(*pairs, strict=True)], dtype=np.int64)
+        sources, targets = copy_to_device(block_ids, self.tensor.device)
+        if not self._layouts_differ:
+            self.tensor.index_copy_(2, targets, self.tensor.index_select(2, sources))
+            return
+        for layer in self.layers:
+            layer.index_copy_(1, targets, layer.index_select(1, sources))
+
     def clear(self, block_ids: np.ndarray) -> None:
         """Zeroes blocks before a new owner writes them.
 

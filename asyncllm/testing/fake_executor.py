@@ -230,6 +230,7 @@ class FakeExecutor:
                 blocks.extend(new)
         for req_index, group, first, end in batch.freed_entries:
             self._blocks_by_index[req_index][group][first:end] = [NULL_BLOCK_ID] * (end - first)
+        self._copy_blocks(batch.block_copies)
         result = StepResult(batch.step, [], [0] * len(batch))
         masks = self._masks.pop(batch.step, GrammarMask(batch.step))
         mask_of = dict(zip(masks.rows, masks.masks, strict=True))
@@ -245,6 +246,12 @@ class FakeExecutor:
                 digests = self._token_digests(batch, row, states)
                 self._sample(batch, row, digests, result, mask_of.get(row))
         return result
+
+    def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        size, digests = self._block_size, self._kv_digests
+        copies = [digests[source * size : (source + 1) * size] for source, _ in pairs]
+        for (_, target), copied in zip(pairs, copies, strict=True):
+            digests[target * size : (target + 1) * size] = copied
 
     def _token_digests(self, batch: StepBatch, row: int, digests: Sequence[int]) -> Sequence[int]:
         """Digests from which a row's token is computed. A subclass may replace them."""

@@ -112,9 +112,8 @@ class StepQueue(DeviceStream):
         possible if the step changes rows of the earlier steps only by appending to them.
         """
         batch, least = step.batch, self.min_step_tokens
-        # A step that loads or saves recurrent states cannot begin early: the host copies the states
-        # before and after it.
-        if not len(batch) or batch.state_loads or batch.state_saves:
+        # The host copies blocks and recurrent states before and after a step, while no other runs.
+        if not len(batch) or batch.block_copies or batch.state_loads or batch.state_saves:
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
             return False
