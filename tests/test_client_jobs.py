@@ -17,7 +17,7 @@ from asyncllm.testing import fake_engine
 from tests.app_clients import CHAT, RawRequest, user
 from tests.idle import held_up, until
 from tests.test_worker_thread import blocked
-from tests.websocket_clients import client_of, served
+from tests.websocket_clients import ENDS, client_of, served
 
 PADDING = b" " * 5000
 """Makes a body long enough for the thread of long JSON."""
@@ -123,6 +123,42 @@ async def test_a_continuation_whose_client_has_gone_is_not_submitted(monkeypatch
             go()
         await until(lambda: thread._thread is None)
         assert engine.stats().num_requests == num_requests
+
+
+CALL = {"type": "function_call", "call_id": "a", "name": "f"}
+
+
+@pytest.mark.parametrize("is_socket", [False, True])
+@pytest.mark.parametrize("num_calls", [1, 150])
+async def test_a_history_counts_by_its_calls_arguments(num_calls, is_socket):
+    """They are parsed anew for each response, which is as long as parsing a body of their length.
+    The history is submitted in the line of its owner."""
+    arguments = json.dumps({"a": [[[[]]]] * (600 // num_calls)})
+    items = [*user("1"), *[CALL | {"arguments": arguments}] * num_calls]
+    assert len(json.dumps(items)) > 4096 > num_calls * 730 // 32
+    async with served(fake_engine("x"), token=["a", "b"]) as server:
+        app, token = server._server.config.app, "Bearer a"
+        thread = json_worker(app)
+        async with client_of(server, additional_headers={"Authorization": token}) as client:
+            first = await client.ask(items, truncate_prompt_tokens=8)
+            fields = {"previous_response_id": first["id"], "truncate_prompt_tokens": 8}
+            await until(lambda: thread._thread is None)
+            go = blocked(thread)
+            async with contextlib.AsyncExitStack() as stack:
+                if is_socket:
+                    await client.create("2", **fields)
+                else:
+                    request = RawRequest(app, {"input": "2", **fields}, "/v1/responses")
+                    request._scope["headers"].append((b"authorization", token.encode()))
+                    await stack.enter_async_context(request)
+                stack.callback(go)
+                await until(lambda: len(thread._jobs) == 1)
+                assert next(iter(thread._jobs)).owner is not None
+            if is_socket:
+                last = (await client.until(*ENDS))[-1]["response"]
+            else:
+                last = json.loads(request.text)
+            assert last["previous_response_id"] == first["id"]
 
 
 async def test_the_message_of_a_lost_connection_is_not_read():

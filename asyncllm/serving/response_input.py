@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Discriminator, Field, Tag
@@ -140,3 +141,9 @@ def _estimate_value_bytes(value: Any) -> int:
     if isinstance(value, dict):
         return 256 + sum(map(_estimate_value_bytes, value.values()))
     return sum(map(_estimate_value_bytes, value)) if isinstance(value, list) else 0
+
+
+def num_argument_characters(messages: Iterable[Message]) -> int:
+    """Number of characters of the arguments of tool calls, which are JSON text."""
+    calls = chain.from_iterable(one.get("tool_calls", ()) for one in messages)
+    return sum(len(call["function"]["arguments"]) for call in calls)

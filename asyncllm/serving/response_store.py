@@ -7,7 +7,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from asyncllm.serving.protocol_error import ProtocolError
-from asyncllm.serving.response_input import Message, estimate_memory_bytes
+from asyncllm.serving.response_input import (
+    Message,
+    estimate_memory_bytes,
+    num_argument_characters,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +21,19 @@ class Conversation:
 
     Attributes:
         memory_bytes: approximate bytes of the messages in memory.
+        num_argument_characters: number of characters of the arguments of tool calls, which are
+            parsed anew for each response.
     """
 
     messages: tuple[Message, ...] = ()
     memory_bytes: int = 0
+    num_argument_characters: int = 0
 
     def with_messages(self, messages: tuple[Message, ...]) -> Conversation:
         return Conversation(
-            (*self.messages, *messages), self.memory_bytes + estimate_memory_bytes(messages)
+            (*self.messages, *messages),
+            self.memory_bytes + estimate_memory_bytes(messages),
+            self.num_argument_characters + num_argument_characters(messages),
         )
 
 
