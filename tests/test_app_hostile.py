@@ -1588,6 +1588,31 @@ async def test_a_body_of_single_bytes_has_turns(caplog, monkeypatch):
             assert len(turns) >= len(calls) // 10 > 4
 
 
+@pytest.mark.parametrize("is_socket", [True, False])
+async def test_many_events_in_a_receive_have_turns(caplog, monkeypatch, is_socket):
+    """As many chunks or frames come before a turn as in one, or less than twice as many."""
+    turns, begin_parse_turn = [], BoundedProtocol._begin_parse_turn
+    monkeypatch.setattr(
+        BoundedProtocol,
+        "_begin_parse_turn",
+        lambda self: (turns.append(self), begin_parse_turn(self)),
+    )
+    count, width = 16, MAX_EVENTS_PER_PARSE_TURN - 14
+    body = json.dumps(BODY).ljust(count * width)
+    async with attacked(caplog) as server:
+        opened = upgraded(server) if is_socket else connected(server, CHUNKED)
+        async with opened as (reader, writer):
+            for i in range(count):
+                part = body[i * width : (i + 1) * width].encode()
+                chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in part)
+                writer.write(frame(FIN | PING) * width if is_socket else chunks)
+                await asyncio.sleep(0.02)
+            writer.write(b"" if is_socket else b"0\r\n\r\n")
+            end = b"\x8a\0" * (count * width) if is_socket else b"HTTP/1.1 200"
+            assert await reader.readexactly(len(end)) == end
+            assert len(turns) >= count // 3
+
+
 @pytest.mark.parametrize("early", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 9])
 async def test_a_client_that_sends_its_next_request_early_is_seen_to_go(early):
     gate, body = threading.Semaphore(1), json.dumps({"prompt": "1", "max_tokens": 50})

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from asyncllm.serving.connection_limits import ConnectionLimits
-from asyncllm.serving.parse_queue import ParseQueue
+from asyncllm.serving.parse_queue import MAX_EVENTS_PER_PARSE_TURN, ParseQueue
 
 MAX_BYTES_PER_PARSE_TURN = 1 << 16
-"""Maximum number of bytes that a connection receives before it waits in the ParseQueue. The event
-loop takes 3 ms to receive, parse and decode a megabyte."""
+"""Maximum number of bytes that a connection receives before it waits in the ParseQueue, less those
+that it has earned back. The event loop takes 3 ms to receive, parse and decode a megabyte."""
 
 MIN_COUNTED_BYTES = MAX_BYTES_PER_PARSE_TURN // 8
 """Minimum number of bytes that one call of ``data_received`` counts as. A call takes some 60
 microseconds of the event loop, even for a single byte."""
+
+BYTES_PER_EVENT = MAX_BYTES_PER_PARSE_TURN // MAX_EVENTS_PER_PARSE_TURN
+"""Number of bytes that an event counts in addition to those received: as many events may come
+before a parse turn as in one."""
 
 
 class Timer:
@@ -58,7 +62,8 @@ class BoundedProtocol(asyncio.Protocol):
         self._send_timer = Timer(self.limits.send_timeout, lambda: self.transport.abort())
         self._unparsed = bytearray()
         self._waits_for_parse_turn = False
-        self._num_bytes_since_parse_turn = 0
+        self._num_counted_bytes = 0.0
+        self._received_at = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -72,17 +77,31 @@ class BoundedProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unparsed += data
-        self._num_bytes_since_parse_turn += max(len(data), MIN_COUNTED_BYTES)
+        self._count_receive(len(data))
         if self._waits_for_parse_turn:
             # uvicorn may have resumed reading, and TLS may deliver data after a pause.
             self.transport.pause_reading()
-        elif self._num_bytes_since_parse_turn > MAX_BYTES_PER_PARSE_TURN:
+        elif self._num_counted_bytes > MAX_BYTES_PER_PARSE_TURN:
             self._queue_for_parse_turn()
         else:
             self._parse()
+            self._num_counted_bytes += BYTES_PER_EVENT * self._num_parsed_events()
+
+    def _count_receive(self, num_bytes: int) -> None:
+        """Count received bytes, less what the connection has earned since its last receive."""
+        now = asyncio.get_running_loop().time()
+        self._num_counted_bytes -= self.parse_queue.earn_bytes(
+            self._num_counted_bytes, now - self._received_at, now
+        )
+        self._num_counted_bytes += max(num_bytes, MIN_COUNTED_BYTES)
+        self._received_at = now
 
     def _parse(self) -> None:
         """Parse received data, up to the limits of one parse turn."""
+        raise NotImplementedError
+
+    def _num_parsed_events(self) -> int:
+        """Number of chunks or frames that the last call of ``_parse`` parsed."""
         raise NotImplementedError
 
     def _may_read(self) -> bool:
@@ -106,7 +125,7 @@ class BoundedProtocol(asyncio.Protocol):
 
     def _begin_parse_turn(self) -> None:
         self._waits_for_parse_turn = False
-        self._num_bytes_since_parse_turn = 0
+        self._num_counted_bytes = 0.0
         if not self.transport.is_closing():
             self._resume_reading()
             self._parse()

@@ -63,6 +63,11 @@ class HttpParser(h11.Connection):
         self._events_left = MAX_EVENTS_PER_PARSE_TURN
         self.has_used_up_turn = False
 
+    @property
+    def num_parsed_events(self) -> int:
+        """Number of pieces of bodies that were parsed since ``reset_event_budget``."""
+        return MAX_EVENTS_PER_PARSE_TURN - self._events_left
+
     def receive_data(self, data: bytes) -> None:
         if self.their_state is h11.IDLE:
             self._num_header_lines += data.count(b"\n")

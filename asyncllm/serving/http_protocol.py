@@ -180,6 +180,9 @@ class HttpProtocol(BoundedProtocol, H11Protocol):
         else:
             self._header_timer.stop()
 
+    def _num_parsed_events(self) -> int:
+        return self.conn.num_parsed_events
+
     def handle_events(self) -> None:
         """Queue a pipelined request, if there is one. uvicorn calls this after each answer."""
         self.idle_connections[self] = None

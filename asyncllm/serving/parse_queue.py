@@ -17,6 +17,19 @@ PAUSE_TO_BUSY_RATIO = 4
 """Minimum pause after a parse turn, as a multiple of the turn's duration. So parse turns take at
 most a fifth of the event loop's time."""
 
+MAX_EARNED_BYTES_PER_SECOND = 1 << 19
+"""Maximum number of counted bytes that a connection earns back per second: those of some 60 small
+receives."""
+
+MAX_SHARED_BYTES_PER_SECOND = 1 << 23
+"""Maximum number of counted bytes that all connections together earn back per second: those of some
+900 small receives, which take a twentieth of the event loop's time, or of 8,192 events, which take
+up to an eighth."""
+
+MAX_SHARED_BYTES = 1 << 20
+"""Maximum number of counted bytes that all connections together earn back at once: those of some
+110 small receives, which take 7 ms, or of 1,024 events, which take up to 15."""
+
 
 class ParseQueue:
     """Two queues of connections that wait for their next parse turn: those whose bodies or messages
@@ -26,6 +39,11 @@ class ParseQueue:
     In a parse turn, one connection parses a limited number of events. A connection takes its first
     turn as soon as it receives data. With data left after that, the connection waits in this queue,
     in order of arrival, so that neither one connection nor many block the loop.
+
+    A connection that receives little at a time does not wait here: with time, it earns back bytes
+    that count towards its next turn. They come from a store that all connections share, and each
+    earns at a rate that falls with the store's level. So many connections earn no more than the
+    store gains, and those that need less than an equal share earn what they need.
     """
 
     def __init__(self) -> None:
@@ -34,6 +52,23 @@ class ParseQueue:
         self._claim_queue, self._other_queue = self._next_queue, self._queue_after_next
         self._timer: asyncio.TimerHandle | None = None
         self._next_turn_at = 0.0
+        self._num_shared_bytes = float(MAX_SHARED_BYTES)
+        self._shared_bytes_at = 0.0
+
+    def earn_bytes(self, max_bytes: float, seconds: float, now: float) -> float:
+        """Earn back bytes that a connection has received; returns their number.
+
+        Args:
+            max_bytes: maximum number of bytes to earn.
+            seconds: time in which the connection earns them.
+            now: the event loop's time.
+        """
+        gained = MAX_SHARED_BYTES_PER_SECOND * (now - self._shared_bytes_at)
+        shared = min(MAX_SHARED_BYTES, self._num_shared_bytes + gained)
+        rate = MAX_EARNED_BYTES_PER_SECOND * shared / MAX_SHARED_BYTES
+        earned = min(max_bytes, rate * seconds, shared)
+        self._num_shared_bytes, self._shared_bytes_at = shared - earned, now
+        return earned
 
     def add(self, turn_callback: Callable[[], None], has_claim: bool = False) -> None:
         """Queue a connection.

@@ -153,6 +153,9 @@ class WebSocketProtocol(BoundedProtocol, WebSocketsSansIOProtocol):
         if not self._may_read() and not self.transport.is_closing():
             self.transport.pause_reading()
 
+    def _num_parsed_events(self) -> int:
+        return self._num_frames
+
     def _num_message_bytes(self) -> int:
         """Number of received bytes of an incomplete message."""
         return len(self.conn.reader.buffer) + (self.conn.current_size or 0)
