@@ -41,10 +41,9 @@ class ModelRunner:
     """Executor of one model. Steps run in the order in which they were launched.
 
     **On a synchronous stream** (the CPU) ``launch`` only queues; ``collect`` runs the oldest step.
-    With a pipeline depth of 2, recorded steps begin early on a thread of the native library. Such a
-    step runs to its end, or only up to its logits if rows await masks or their logits are processed
-    before sampling. A step that awaits masks runs up to its logits at pipeline depth 1 too, while
-    the masks are made.
+    With a pipeline depth of 2, recorded steps begin early on a thread of the native library. A
+    recorded step runs to its end, or only up to its logits if rows await masks or need the host. A
+    step that awaits masks begins early at pipeline depth 1 too, while the masks are made.
 
     **On an asynchronous stream** ``launch`` queues the step's work on the device, behind the
     previous step, whose sampled tokens it reads there. If a step awaits masks, only its forward

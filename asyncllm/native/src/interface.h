@@ -409,7 +409,7 @@ typedef struct Program {
   int64_t capacity[NUM_SIZES];  // number of rows of the buffers of each Size
 } Program;
 
-// A step for a queue's thread: the program, its inputs, and its tokens. Everything to which a job
+// A whole step: the program, its inputs, and its tokens. Everything to which a job
 // points must stay unchanged until asyncllm_wait has returned for it.
 typedef struct Job {
   const Program* program;
