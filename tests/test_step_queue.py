@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -129,17 +128,24 @@ def test_rows_with_host_work_are_sampled_by_the_host(asks):
     assert not all(submitted)
 
 
-def test_rows_with_bad_words_are_not_sampled_before_their_last_token_is_known():
+@pytest.mark.parametrize("length", [2, 3])
+def test_bad_words_are_excluded_behind_a_token_in_flight(length):
     runner = ahead(make_decoder(QWEN3))
-    plain = [outputs_of(runner, prompt, 12, DRAWN) for prompt in PROMPTS]
+    plain = [outputs_of(runner, prompt, 40, DRAWN) for prompt in PROMPTS]
     submitted, driver = watch(runner), Driver(runner)
-    pairs = [tuple(pairwise(one)) for one in plain]
-    seqs = [driver.add(p, 12, DRAWN, bad_words=w) for p, w in zip(PROMPTS, pairs, strict=True)]
-    driver.run(seqs, depth=2)
+    words = [tuple(zip(*(one[i:] for i in range(length)), strict=False)) for one in plain]
+    found = []
+    for depth, other in ((2, runner), (1, op_by_op(make_runner(make_decoder(QWEN3))))):
+        driver = Driver(other)
+        asks = zip(PROMPTS, words, strict=True)
+        seqs = [driver.add(prompt, 40, DRAWN, bad_words=bad) for prompt, bad in asks]
+        driver.run(seqs, depth=depth)
+        found.append([seq.outputs for seq in seqs])
     assert submitted
-    assert not any(submitted)
-    for seq, bad in zip(seqs, pairs, strict=True):
-        assert set(bad).isdisjoint(pairwise(seq.outputs))
+    assert all(submitted)
+    assert found[0] == found[1]
+    for one, bad in zip(found[0], words, strict=True):
+        assert set(bad).isdisjoint(zip(*(one[i:] for i in range(length)), strict=False))
 
 
 def test_greedy_rows_of_a_mixed_step_write_no_logits():

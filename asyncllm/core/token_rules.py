@@ -6,26 +6,26 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BadWords:
-    """Bad words of several tokens, grouped by all tokens but the last.
+    """Bad words of several tokens, grouped by all tokens but the last: by their beginnings.
 
-    These tokens are kept in reverse order, as bytes of 32-bit integers: a tree of objects would
-    take forty times the memory.
+    They are one int32 array, which native code reads as well: a tree of objects would take forty
+    times the memory. The array has the number of beginnings; where the tokens of each start, and
+    the end; where its last tokens start, and the end; for each beginning, the index of the longest
+    other one that it starts with, or -1; the tokens of the beginnings; the last tokens. Beginnings
+    are in reverse order, and sorted by their bytes.
 
     Attributes:
-        beginnings: the words without their last token, each once, sorted.
-        last_tokens: for each beginning, the last tokens of its words.
-        shorter: for each beginning, the index of the longest other one that it starts with, or -1.
+        packed: the array.
         preceding_tokens: first tokens of the beginnings; after any other token no word can end.
         max_length: number of tokens of the longest beginning.
     """
 
-    beginnings: list[bytes]
-    last_tokens: list[tuple[int, ...]]
-    shorter: array[int]
+    packed: bytes
     preceding_tokens: frozenset[int]
     max_length: int
 
@@ -47,13 +47,13 @@ class BadWords:
                 prefixes.pop()
             shorter.append(prefixes[-1])
             prefixes.append(index)
-        return cls(
-            beginnings,
-            [tuple(last_tokens[beginning]) for beginning in beginnings],
-            shorter,
-            frozenset(preceding_tokens),
-            max(map(len, beginnings)) // shorter.itemsize,
-        )
+        lengths = [len(beginning) // shorter.itemsize for beginning in beginnings]
+        last = [last_tokens[beginning] for beginning in beginnings]
+        header = array("i", [len(beginnings), *accumulate(lengths, initial=0)])
+        header.extend(accumulate(map(len, last), initial=0))
+        ends = array("i", chain.from_iterable(last))
+        packed = b"".join((header.tobytes(), shorter.tobytes(), *beginnings, ends.tobytes()))
+        return cls(packed, frozenset(preceding_tokens), max(lengths))
 
     def excluded_tokens(self, output: Sequence[int]) -> list[int]:
         """Tokens that would complete a bad word after ``output``."""
@@ -63,13 +63,22 @@ class BadWords:
         import numpy as np
 
         end = np.asarray(output[: -self.max_length - 1 : -1], np.int32).tobytes()
+        numbers = memoryview(self.packed).cast("i")
+        count = numbers[0]
+        starts, last_starts = numbers[1 : count + 2], numbers[count + 2 : 2 * count + 3]
+        shorter, tokens = numbers[2 * count + 3 : 3 * count + 3], numbers[3 * count + 3 :]
+        last_tokens = tokens[starts[count] :]
+
+        def beginning(index: int) -> bytes:
+            return tokens[starts[index] : starts[index + 1]].tobytes()
+
         # In sorted order, all strings from a prefix of ``end`` up to ``end`` start with it.
-        index = bisect_right(self.beginnings, end) - 1
-        while index >= 0 and not end.startswith(self.beginnings[index]):
-            index = self.shorter[index]
+        index = bisect_right(range(count), end, key=beginning) - 1
+        while index >= 0 and not end.startswith(beginning(index)):
+            index = shorter[index]
         while index >= 0:
-            excluded += self.last_tokens[index]
-            index = self.shorter[index]
+            excluded += last_tokens[last_starts[index] : last_starts[index + 1]].tolist()
+            index = shorter[index]
         return excluded
 
 

@@ -139,7 +139,9 @@ class StepQueue(DeviceStream):
         self._memory.upload(step)
         self._memory.write_host_buffer(step)
         step.is_sampling_queued = not (
-            batch.masked_rows or batch.prompt_logprobs or self._needs_host(step, is_early)
+            batch.masked_rows
+            or batch.prompt_logprobs
+            or self._sampler.any_row_needs_host(step.req_indices)
         )
         if step.is_sampling_queued and step.row_stages.any():
             self._prepare_stages(step, job)
@@ -151,15 +153,6 @@ class StepQueue(DeviceStream):
             raise_for_status("submit", status)
         self._last_job = job
 
-    def _needs_host(self, step: LaunchedStep, is_early: bool) -> bool:
-        """Whether the host has to sample rows of a step, as far as that is known."""
-        sampler = self._sampler
-        if is_early:
-            # An earlier step may still be sampling the last tokens, so whether a bad word may end
-            # with this step's token is not known yet.
-            return len(sampler.state.rows_needing_host(step.req_indices)) > 0
-        return len(sampler.rows_needing_host(step.req_indices, step.positions)) > 0
-
     def _prepare_stages(self, step: LaunchedStep, job: _Job) -> None:
         """Sets the stages of a step that its job samples, and the job's arguments for them."""
         step.stages = SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
@@ -169,8 +162,12 @@ class StepQueue(DeviceStream):
         if step.num_processed and job.processing_stages != tables:
             logits, job.processing_stages = self.recorded_step.logits, tables
             rows = self._memory.sampling_rows(len(logits))
-            job.args.process = process_logits_args(logits, rows, tables, self._processed_logits)
-            job.args.rows_per_turn = len(self._processed_logits)
+            args = process_logits_args(logits, rows, tables, self._processed_logits)
+            batch, state = self._sampler.input_batch, self._sampler.state
+            args.bad_words = state.bad_words.ctypes.data
+            args.num_prompt_tokens = batch.num_prompt_tokens.ctypes.data
+            args.token_ids, args.max_tokens = job.args.table, job.args.table_width
+            job.args.process, job.args.rows_per_turn = args, len(self._processed_logits)
 
     def wait(self, step: LaunchedStep) -> None:
         """Waits for a submitted step, whose output is valid until the next one is submitted.

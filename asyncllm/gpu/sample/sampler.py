@@ -73,6 +73,17 @@ class Sampler:
             return None
         return update
 
+    def any_row_needs_host(self, req_indices: np.ndarray) -> bool:
+        """Whether the host has to sample a row, in a step that excludes bad words itself."""
+        return any(
+            req_index in self.state.host_logprobs or self._has_processors(req_index)
+            for req_index in req_indices[self.state.rows_needing_host(req_indices)].tolist()
+        )
+
+    def _has_processors(self, req_index: int) -> bool:
+        rules = self.state.host_rules.get(req_index)
+        return rules is not None and not rules.has_only_bad_words
+
     def rows_needing_host(self, req_indices: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Indices of the rows that a step has to sample on the host: those of
         ``SamplingState.rows_needing_host``, but for rows whose bad words exclude no token now.
@@ -88,9 +99,9 @@ class Sampler:
         return rows[needing]
 
     def _needs_host(self, req_index: int, position: int) -> bool:
-        rules = self.state.host_rules.get(req_index)
-        if rules is None or not rules.has_only_bad_words or req_index in self.state.host_logprobs:
+        if req_index in self.state.host_logprobs or self._has_processors(req_index):
             return True
+        rules = self.state.host_rules[req_index]
         return bool(rules.excluded_tokens(self.input_batch.output_token_ids(req_index, position)))
 
     def release(self, req_index: int) -> None:

@@ -66,6 +66,7 @@ class SamplingState:
         stages: ``[N + 1]`` int64, the bits of the SamplingStages that an index needs.
         needs_logits: ``[N + 1]`` bool, False for an index that needs only the token of its largest
             logit.
+        bad_words: ``[N + 1]`` int64, address of ``BadWords.packed``; 0 for none.
         host_rules: HostSamplingRules by request index, for requests that have any.
         host_logprobs: number of log-probabilities per token by request index, for requests that
             want more than ``num_logprobs``.
@@ -82,6 +83,7 @@ class SamplingState:
         self.logprobs = np.full(table_rows, -1, dtype=np.int64)
         self.stages = np.zeros(table_rows, dtype=np.int64)
         self.needs_logits = np.ones(table_rows, dtype=np.bool_)
+        self.bad_words = np.zeros(table_rows, dtype=np.int64)
         self.host_rules: dict[int, HostSamplingRules] = {}
         self.host_logprobs: dict[int, int] = {}
         self.version = 0
@@ -154,9 +156,12 @@ class SamplingState:
             scalars["restricted"][req_index] = 1
         elif params.allowed_token_ids is not None:
             raise ValueError("token_rules: has no mask, expected one of allowed_token_ids")
-        if update.rows:
-            update.stages |= SamplingStages.TOKEN_CONSTRAINTS
         bad_words = None if rules is None else rules.bad_words
+        if bad_words is not None:
+            # The host rules keep the packed words alive.
+            self.bad_words[req_index] = np.frombuffer(bad_words.packed, np.int32).ctypes.data
+        if update.rows or bad_words is not None:
+            update.stages |= SamplingStages.TOKEN_CONSTRAINTS
         if bad_words is not None or params.logits_processors:
             processors = tuple(params.logits_processors)
             self.host_rules[req_index] = HostSamplingRules(bad_words, processors)
@@ -191,7 +196,7 @@ class SamplingState:
         for name, param in SCALAR_PARAMS.items():
             self._scalars[name][req_index] = param.neutral_value
         self.logprobs[req_index] = -1
-        self.stages[req_index] = 0
+        self.bad_words[req_index] = self.stages[req_index] = 0
         self.needs_logits[req_index] = True
         self.host_rules.pop(req_index, None)
         self.host_logprobs.pop(req_index, None)

@@ -127,6 +127,10 @@ typedef struct LogitsArgs {
   const float* presence;
   int32_t* counts;           // [lines, vocab_size], written
   const int32_t* in_prompt;  // [lines, words]
+  const int64_t* bad_words;  // addresses of BadWords in logits.cpp, or 0; may be null
+  const int32_t* token_ids;  // [lines, max_tokens], of prompt and output; read for bad words
+  int64_t max_tokens;
+  const int64_t* num_prompt_tokens;
   int32_t dtype, rules, penalties;  // whether the stages RULES and PENALTIES run
 } LogitsArgs;
 

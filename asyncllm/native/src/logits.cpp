@@ -1,6 +1,7 @@
 // The functions of gpu/ops/logits.py. process_logits gives the same bits; log-probabilities differ
 // from torch's in the last bits.
 #include <math.h>
+#include <string.h>
 
 #include "candidates.h"
 
@@ -58,6 +59,59 @@ void apply_rules(const Line& own, int64_t row, float* logits) {
   }
 }
 
+// BadWords of core/token_rules.py, packed: words of several tokens, sorted by all tokens but the
+// last, in reverse order and compared as bytes.
+struct BadWords {
+  const int32_t* packed;
+
+  int64_t count() const { return packed[0]; }
+  const int32_t* starts() const { return packed + 1; }
+  const int32_t* last_starts() const { return starts() + count() + 1; }
+  const int32_t* shorter() const { return last_starts() + count() + 1; }
+  const int32_t* tokens() const { return shorter() + count(); }
+  const int32_t* last_tokens() const { return tokens() + starts()[count()]; }
+
+  // Compares a beginning with the end of an output of `length` tokens: 0 if the output ends with
+  // it, else the sign of their difference.
+  int compare(int64_t index, const int32_t* end, int64_t length) const {
+    const int32_t* own = tokens() + starts()[index];
+    int64_t size = starts()[index + 1] - starts()[index];
+    for (int64_t i = 0; i < size; ++i) {
+      if (i == length) return 1;
+      if (int difference = memcmp(own + i, end - 1 - i, sizeof(int32_t))) return difference;
+    }
+    return 0;
+  }
+  // The longest beginning with which the output ends, or -1.
+  int64_t find(const int32_t* end, int64_t length) const {
+    int64_t first = 0, last = count();
+    while (first < last) {
+      int64_t middle = (first + last) / 2;
+      if (compare(middle, end, length) > 0)
+        last = middle;
+      else
+        first = middle + 1;
+    }
+    // In sorted order, all beginnings from one with which the output ends are compared as less.
+    int64_t index = first - 1;
+    while (index >= 0 && compare(index, end, length)) index = shorter()[index];
+    return index;
+  }
+};
+
+// Excludes the tokens that would complete a bad word.
+void exclude_bad_words(const Line& own, int64_t row, float* logits) {
+  const LogitsArgs& a = own.a;
+  BadWords words = {reinterpret_cast<const int32_t*>(a.bad_words[own.line])};
+  int64_t length = a.positions[row] + 1 - a.num_prompt_tokens[own.line];
+  const int32_t* end = a.token_ids + own.line * a.max_tokens + a.positions[row] + 1;
+  for (int64_t index = words.find(end, length); index >= 0; index = words.shorter()[index])
+    for (int64_t i = words.last_starts()[index]; i < words.last_starts()[index + 1]; ++i) {
+      float& logit = logits[words.last_tokens()[i]];
+      if (logit == logit) logit = -INFINITY;
+    }
+}
+
 // Whether any of 32 counts is not zero.
 bool any_of(const int32_t* counts) {
   int32_t found = 0;
@@ -104,13 +158,15 @@ int64_t last_token(const LogitsArgs& a, int64_t row) {
 int32_t check(const LogitsArgs& a) {
   if (!is_matrix(a.logits, a.dtype, a.rows, a.vocab_size, a.row_stride) ||
       !is_matrix(a.out, DTYPE_F32, a.rows, a.vocab_size, a.vocab_size) ||
-      a.words != divide_up(a.vocab_size, WORD) || a.max_bias < 0 || a.max_stop_ids < 0)
+      a.words != divide_up(a.vocab_size, WORD) || a.max_bias < 0 || a.max_stop_ids < 0 ||
+      (a.bad_words && (!a.token_ids || !a.num_prompt_tokens)))
     return STATUS_INVALID;
   for (int64_t row = 0; row < a.rows; ++row) {
     Line own = {a, a.req_indices[row]};
     if (own.line >= a.lines || (own.masks(row) && a.mask_slots[row] >= a.num_masks))
       return STATUS_INDEX;
     if (own.line < 0) continue;
+    if (a.bad_words && a.positions[row] >= a.max_tokens) return STATUS_INDEX;
     if (a.rules &&
         (a.num_bias[own.line] > a.max_bias || a.num_stop_ids[own.line] > a.max_stop_ids ||
          !in_vocabulary(own.bias_ids(), a.num_bias[own.line], a.vocab_size) ||
@@ -148,6 +204,7 @@ API int32_t asyncllm_process_logits(Context* context, const LogitsArgs* args) {
       keep_allowed(logits, a.vocab_size, a.mask_words + a.mask_slots[row] * a.words);
     if (own.line < 0) return;
     if (a.rules) apply_rules(own, row, logits);
+    if (a.bad_words && a.bad_words[own.line]) exclude_bad_words(own, row, logits);
     if (own.penalised()) penalise(own, logits);
   });
   return STATUS_OK;
