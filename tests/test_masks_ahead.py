@@ -217,8 +217,9 @@ def test_many_quick_masks_delay_no_rows_without_masks(
     rig.core._mask_maker.close()
 
 
+@pytest.mark.parametrize("share", [True, False], ids=["one grammar", "several grammars"])
 @pytest.mark.parametrize("num_outputs", [1, 8])
-def test_a_step_makes_one_slow_mask_of_a_grammar(depth: int, num_outputs: int) -> None:
+def test_a_step_makes_one_slow_mask(depth: int, num_outputs: int, share: bool) -> None:
     """All outputs come to a slow mask in the same step. Those that are not made are made ahead, and
     their requests are computed again."""
 
@@ -230,7 +231,7 @@ def test_a_step_makes_one_slow_mask_of_a_grammar(depth: int, num_outputs: int) -
             matcher.gate.set()
             matcher.slow, matcher.seconds = False, seconds
             request = rig.group(LENGTH, name=f"{i}").members[0]
-            grammar = grammar_of(rig, matcher, speed)
+            grammar = grammar_of(rig, matcher, speed if share else known_quick())
             request.structured_output = grammar
             grammars.append(grammar)
             matchers.append(matcher)
@@ -260,7 +261,8 @@ def test_a_step_makes_one_slow_mask_of_a_grammar(depth: int, num_outputs: int) -
     assert all(matcher.num_elsewhere > 4 for matcher in matchers)
 
 
-def test_a_step_makes_one_failing_mask_of_a_grammar(depth: int) -> None:
+@pytest.mark.parametrize("share", [True, False], ids=["one grammar", "several grammars"])
+def test_a_step_makes_one_failing_mask(depth: int, share: bool) -> None:
     """A mask beyond the limits of the parser takes longest."""
     rig = Rig(pipeline_depth=depth)
     group = rig.group(*[LENGTH] * 4)
@@ -269,7 +271,7 @@ def test_a_step_makes_one_failing_mask_of_a_grammar(depth: int) -> None:
         matcher = SlowMatcher(rig)
         matcher.gate.set()
         matcher.slow = False
-        request.structured_output = grammar_of(rig, matcher, speed)
+        request.structured_output = grammar_of(rig, matcher, speed if share else known_quick())
         grammars.append(matcher)
     rig.steps(4)
     began_at = rig.now

@@ -17,8 +17,14 @@ from asyncllm.serving.protocol_error import to_protocol_error
 from asyncllm.structured.backends import GrammarBackends
 from asyncllm.structured.grammar import GrammarError, Vocabulary, is_gbnf
 from asyncllm.structured.json_schema import refuse_many_schemas, refuse_unsupported_by_xgrammar
-from asyncllm.structured.llguidance_backend import LLGuidanceBackend, _choices_regex
+from asyncllm.structured.lark_rules import LarkRules
+from asyncllm.structured.llguidance_backend import (
+    LLGuidanceBackend,
+    _choices_regex,
+    _grammar_to_lark,
+)
 from asyncllm.structured.merged_schemas import refuse_large_merges
+from asyncllm.structured.parser_limits import refuse_unsupported_in_lark
 from asyncllm.structured.references import refuse_infinite_references, resolve_pointer
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
 from asyncllm.structured.structural_tag import to_lark
@@ -142,11 +148,13 @@ def deep(count: int) -> dict[str, Any]:
         (lambda n: {"prefixItems": [names(20) for _ in range(n)]}, 7, "a work of 106400 "),
         (lambda n: {"allOf": [{"type": "object"}, *[{"$ref": "#/$defs/x"}] * n],
                     "$defs": {"x": names(20)}}, 2, "a work of 106400 "),
-        (lambda n: {"properties": {f"p{i}": {} for i in range(n)}}, 3000,
+        (lambda n: with_properties(n, tuple(range(n))), 3000,
          "has 3001 properties, expected at most 3000"),
-        (lambda n: {"allOf": [{"properties": {f"p{i}": {}}} for i in range(n)]}, 3000,
+        (lambda n: {"allOf": [{"properties": {f"p{i}": {} for i in part},
+                               "required": [f"p{i}" for i in part]}
+                              for part in (range(1000), range(1000, n))]}, 3000,
          "has 3001 properties, expected at most 3000"),
-        (lambda n: {"properties": {f"p{i}": {} for i in range(600)},
+        (lambda n: {**with_properties(600, tuple(range(600))),
                     "anyOf": [{"minProperties": i} for i in range(n)]}, 38,
          "too many combinations of schemas"),
         (lambda n: {"type": ["object", "string", "object"][:n]}, 2, "'type' has a type twice"),
@@ -351,9 +359,162 @@ def test_schema_past_llguidance_limits_is_refused_without_xgrammar() -> None:
 )
 async def test_a_grammar_past_the_limits_of_the_parser_is_refused(grammar) -> None:
     async with ByteRig().engine(structured_outputs_backend="llguidance") as engine:
-        with refused("structured_outputs", r"max is \d+"):
+        with refused("structured_outputs", "more than 2048 alternatives and parts that may be"):
             await engine.generate("x", structured_outputs={"grammar": grammar})
         assert (await engine.generate("x", structured_outputs={"choice": ["a"]})).text == "a"
+
+
+BEHIND_A_TEXT = """A: /a/
+QUICK: /[b-y ]/
+start: q | q "Z0Z1Z2Z3Z4Z5" big
+q: QUICK | q QUICK
+big: """
+MANY = "more than 2048 alternatives and parts that may be empty"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (BEHIND_A_TEXT + "|".join(["A"] * 60_000), MANY),
+        (BEHIND_A_TEXT + f"({'|'.join('A' * 2500)}) A", MANY),
+        (BEHIND_A_TEXT + f"[{'|'.join('A' * 2500)}] A", MANY),
+        (BEHIND_A_TEXT + "A? " * 1100, MANY),
+        (BEHIND_A_TEXT + "A* " * 1100, MANY),
+        (BEHIND_A_TEXT + "A{0,9} " * 100, MANY),
+        (BEHIND_A_TEXT + "A~2 .. 9 " * 100, MANY),
+        (BEHIND_A_TEXT + "n " * 2100 + "\nn: A |", MANY),
+        (BEHIND_A_TEXT + "N " * 2100 + "\nN: /a*/", MANY),
+        (BEHIND_A_TEXT + " | ".join(f"r{i}" for i in range(250))
+         + "".join(f"\nr{i}: {'|'.join('A' * 9)}" for i in range(250)), MANY),
+        (BEHIND_A_TEXT + "%lark {\nA: /a/\nstart: " + "|".join("A" * 2500) + "\n}", MANY),
+        ("root ::= x\nx ::= " + '"a" x | ' * 2500 + '"b"', MANY),
+        ("start: " + "a " * 300 + "\na: " + '"a" | ' * 150, r"take 45300 completions .* 16384"),
+        ("start: y\ny: " + "".join(f'"a" y b{i} | ' for i in range(17)) + '"Z"'
+         + "".join(f'\nb{i}: "b"?' for i in range(17)), "17 alternatives may end with their own"),
+        ("start: e x::0\ne: /b?/\nx::_: e x::incr(_) %if lt(_, 90000) | /a/",
+         "rules with parameters"),
+    ],
+    ids=["a rule", "a group", "an option", "?", "*", "{}", "~", "empty rules", "empty terminals",
+         "many rules", "nested", "GBNF", "completions", "right recursion", "parameters"],
+)  # fmt: skip
+def test_rules_that_make_long_rows_are_refused_before_compilation(
+    llguidance, grammar, message, monkeypatch
+) -> None:
+    """llguidance makes a whole row before it looks at its limits: seconds for one mask, for several
+    of these."""
+    monkeypatch.setattr(llguidance._library, "LLMatcher", None)
+    with pytest.raises(GrammarError, match=message):
+        llguidance._check_rules(_grammar_to_lark(grammar))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: W\nW: " + " | ".join(f'"a{i}"' for i in range(4000)),
+        "start: " + " ".join(f"w{i}" for i in range(8))
+        + "".join(f"\nw{i}: " + " | ".join(f'"a{j}"' for j in range(250)) for i in range(8)),
+        "start: " + '"a" ' * 5000,
+        "start: " + "e " * 500 + "\ne: " + " | ".join(f'"k{i},"i /a*/' for i in range(200)),
+        "start: " + "e " * 500 + "\ne: " + " | ".join(f"K{i} /a*/" for i in range(200))
+        + "".join(f'\nK{i}: "k{i},"' for i in range(200)),
+        'a400: "z"\nstart: a0' + "".join(f'\na{i}: "{i}" a{i + 1} | "x"' for i in range(400)),
+    ],
+    ids=["a terminal", "rules of texts", "a sequence", "different texts", "different terminals",
+         "a chain of rules"],
+)  # fmt: skip
+def test_long_grammars_of_short_rows_are_compiled(llguidance, grammar) -> None:
+    compiled(llguidance, grammar=grammar)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "count"),
+    [
+        ('start: e\ne: e "+" t | t\nt: "(" e ")" | "n"', 0),
+        ('start: e\ne: t "+" e | t "-" e | t\nt: "(" e ")" | "n"', 1),
+        ('start: y\ny: "xa" y "b"? | "a" y | "Z"', 2),
+        ('start: y\ny: "xa" y | A y | "A"i y | "Z"\nA: "a"', 3),
+        ('start: y\ny: "xa" y "b" | "a" y | "Z"', 1),
+        ('start: y\ny: "a" z\nz: y B | "Z"\nB: /b*/', 2),
+        ('start: y\ny: "a" z\nz: y B | "Z"\nB: /b+/', 0),
+        ('start: y\ny: "a" y{1,3} | "Z"', 4),
+        ('start: (x? y*)*\nx: "a"\ny: "b"', 0),
+        ('start: x\nx: y | "a"\ny: x | "b"', 0),
+        ('start: %lark {\nstart: y\ny: ("a" y)* "Z"?\n}', 3),
+        ('%import common (INT, WS)\n%ignore WS\n?start[capture="a"]: w -> b\n  | INT\n'
+         'w[lazy]: /a*/ "b"', 0),
+    ],
+)  # fmt: skip
+def test_parts_that_lead_back_to_their_rules_are_counted(grammar, count) -> None:
+    assert LarkRules(grammar).count_right_recursive_parts() == count
+
+
+def test_output_under_right_recursion_is_bounded(llguidance, monkeypatch) -> None:
+    """One token may complete all rows: the text ends every ``y``."""
+    grammar = 'start: y\ny: "a" y "b"? | "Z0"'
+    made = compiled(llguidance, grammar=grammar)
+    made.mask_speed.num_quick_masks = 1000
+    assert not made.mask_speed.is_known_quick
+    assert accepts(made, "aaaZ0bb")
+    monkeypatch.setattr("asyncllm.structured.parser_limits.MAX_RIGHT_RECURSION_WORK", 3 * 20**2)
+    matcher = compiled(llguidance, grammar=grammar).new_matcher()
+    for _ in range(30):
+        assert matcher.accept(ord("a"))
+        matcher.rollback(1)
+    for _ in range(20):
+        assert matcher.accept(ord("a"))
+    with pytest.raises(InvalidRequestError, match="more than 20 bytes under rules that end with"):
+        matcher.accept(ord("a"))
+    left = compiled(llguidance, grammar='start: y\ny: y "a" | "a"')
+    left.mask_speed.num_quick_masks = 1000
+    assert left.mask_speed.is_known_quick
+    assert accepts(left, "a" * 100)
+
+
+@pytest.mark.parametrize("text", ["start: x[0]", "start: §", "start: %json", "start: ) a"])
+def test_syntax_that_is_not_lark_is_refused(llguidance, text) -> None:
+    with pytest.raises(GrammarError, match=r"[Ee]xpect|lexer error"):
+        compiled(llguidance, grammar=text)
+
+
+def values(count: int, **others: Any) -> dict[str, Any]:
+    """A schema of an object that comes behind the states tried at submission."""
+    return {**with_properties(0), "properties": {LONG: {"enum": [[i] for i in range(count)]}},
+            "required": [LONG], **others}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        (values(4000), False),
+        (values(4200), True),
+        ({"items": with_properties(1000)}, False),
+        ({"items": with_properties(1030)}, True),
+        ({"items": with_properties(1030, (500,))}, False),
+        ({"items": {"anyOf": [with_properties(100) for _ in range(11)]}}, True),
+        ({"items": with_properties(100, anyOf=[{"minProperties": i} for i in range(11)])}, True),
+        ({"items": with_properties(100, anyOf=[{"minProperties": i} for i in range(9)])}, False),
+    ],
+    ids=lambda one: str(one)[:60],
+)
+def test_schemas_that_make_long_rows_are_refused_before_compilation(schema, is_refused) -> None:
+    if not is_refused:
+        return refuse_large_merges(schema)
+    with pytest.raises(GrammarError, match="more than 4096 schemas apply to one value"):
+        refuse_large_merges(schema)
+
+
+def test_schemas_that_begin_at_the_same_place_count_together() -> None:
+    message = "values of more than 4096 schemas may begin at the same place"
+    many = [with_properties(60) for _ in range(20)]
+    to_lark(tags(*many))
+    with pytest.raises(GrammarError, match=message):
+        to_lark(tags(*many) | {"structures": [
+            {"begin": "<f>", "schema": one, "end": "<"} for one in many]})  # fmt: skip
+    with pytest.raises(GrammarError, match=message):
+        refuse_unsupported_in_lark("\n".join(f"p: %json {json.dumps(one)}" for one in many))
+    form = {"type": "or", "elements": [{"type": "json_schema", "json_schema": one} for one in many]}
+    with pytest.raises(GrammarError, match=message):
+        to_lark({"type": "structural_tag", "format": form})
 
 
 # --- work ---------------------------------------------------------------------------------------
@@ -689,7 +850,7 @@ def test_a_reference_is_resolved_once_for_all_alternatives(monkeypatch) -> None:
 
     monkeypatch.setattr("asyncllm.structured.merged_schemas.resolve_pointer", resolve)
     others = {"additionalProperties": {"$ref": "#" + "/" * 1000}}
-    refuse_large_merges(strings(20, **others, anyOf=[{"minProperties": i} for i in range(50)]))
+    refuse_large_merges(strings(20, **others, anyOf=[{"minProperties": i} for i in range(40)]))
     assert len(resolved) == 1
 
 

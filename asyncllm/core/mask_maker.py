@@ -63,8 +63,8 @@ class MaskMaker:
 
     All masks of a grammar are made ahead until MIN_QUICK_MASKS in a row were quick, because many
     outputs may come to a slow one in the same step. A step that has waited for its time makes no
-    more masks of grammars that are not known to be quick: their requests are computed again once
-    their masks are made.
+    more masks of grammars that are not known to be quick, and of no grammar if slow masks alone
+    took this time: their requests are computed again once their masks are made.
 
     Args:
         send: function that asks the engine thread to call a function with arguments.
@@ -113,7 +113,7 @@ class MaskMaker:
         slow: list[int] = []
         rows_ahead: list[int] = []
         quick_waits: dict[int, float] = {}
-        total = 0.0
+        total = slow_total = 0.0
         limit = max(_MIN_STEP_WAIT_SECONDS, step_time / 10)
         for row in batch.masked_rows:
             request = step.requests[row]
@@ -121,8 +121,8 @@ class MaskMaker:
                 continue  # The request has ended or was preempted: its token is discarded.
             grammar = _grammar_of(request)
             speed, is_first = grammar.mask_speed, grammar.first_mask is not None
-            may_be_slow = not (grammar.next_mask or is_first or speed.is_known_quick)
-            if may_be_slow and total > limit:
+            is_made = grammar.next_mask is not None or is_first
+            if not is_made and (slow_total if speed.is_known_quick else total) > limit:
                 self._request_masks_ahead(request)
                 overdue.append(request)
                 continue
@@ -138,10 +138,13 @@ class MaskMaker:
                     grammar.next_mask = None
             except BaseException as error:  # A grammar backend's native code may panic.
                 ends.append((request, error))
-                total += grammar.clock() - began
+                seconds = grammar.clock() - began
+                total, slow_total = total + seconds, slow_total + seconds
                 speed.record(is_slow=True)  # A mask beyond the parser's limits takes longest.
                 continue
             total += waited
+            if waited > limit * _SLOW_GRAMMAR_WAIT_FRACTION:
+                slow_total += waited
             if mask != b"" and not is_first:
                 speed.record(is_slow=seconds > limit * _SLOW_GRAMMAR_WAIT_FRACTION)
             self._parser_memory.count(request, grammar)

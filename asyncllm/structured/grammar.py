@@ -103,14 +103,16 @@ class MaskSpeed:
     Attributes:
         num_quick_masks: number of quick masks since the last slow one.
         is_known_slow: whether the last mask was slow.
+        may_jump: whether a mask may take far longer than all before it, however many were quick.
     """
 
     num_quick_masks: int = 0
     is_known_slow: bool = False
+    may_jump: bool = False
 
     @property
     def is_known_quick(self) -> bool:
-        return self.num_quick_masks >= MIN_QUICK_MASKS
+        return self.num_quick_masks >= MIN_QUICK_MASKS and not self.may_jump
 
     def record(self, *, is_slow: bool) -> None:
         self.num_quick_masks = 0 if is_slow else self.num_quick_masks + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncllm.errors import InvalidRequestError
@@ -14,9 +14,11 @@ from asyncllm.structured.grammar import (
     Grammar,
     GrammarError,
     GrammarMemoryBound,
+    MaskSpeed,
     Vocabulary,
     is_gbnf,
 )
+from asyncllm.structured.lark_rules import MAX_ALTERNATIVES, LarkRules, UnreadableGrammarError
 from asyncllm.structured.parser_limits import (
     MAX_COMPILE_LEXER_FUEL,
     MAX_EARLEY_ITEMS_PER_MASK,
@@ -26,6 +28,7 @@ from asyncllm.structured.parser_limits import (
     check_first_states,
     estimate_memory,
     max_earley_items_in_row,
+    max_right_recursive_bytes,
     refuse_unsupported_by_llguidance,
     refuse_unsupported_in_lark,
     shorten_message,
@@ -40,6 +43,9 @@ _JSON_OPTIONS = {
     # Allow \u escapes of any character, as JSON and xgrammar do.
     "json_allow_general_unicode_escapes": True,
 }
+
+_LARK_KINDS = ("grammar", "structural_tag")
+"""Kinds of specifications that become a grammar in Lark."""
 
 _NO_FORCING_LARK_STATEMENT = '%llguidance {"no_forcing": true}'
 """Lark statement that keeps llguidance from computing the text that a grammar forces."""
@@ -86,24 +92,35 @@ class LLGuidanceBackend:
             max_lexer_states=MAX_LEXER_STATES,
             verbose_errors=False,
         )
-        matcher = self._library.LLMatcher(
-            self._tokenizer, self._make_grammar(spec), log_level=0, limits=limits
-        )
+        grammar = self._make_grammar(spec)
+        max_bytes = self._check_rules(grammar) if spec.kind in _LARK_KINDS else None
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(shorten_message(matcher.get_error()))
         check_first_states(matcher, self._vocabulary.mask_size, len(spec.text))
         memory, vocabulary = estimate_memory(spec), self._vocabulary
         return Grammar(
-            lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec, memory),
+            lambda: LLGuidanceMatcher(matcher.deep_copy(), vocabulary, spec, memory, max_bytes),
             vocabulary.special_tokens,
             memory,
+            mask_speed=MaskSpeed(may_jump=max_bytes is not None),
         )
+
+    def _check_rules(self, lark: str) -> int | None:
+        """Refuse rules whose rows are not bounded; see ``max_right_recursive_bytes``."""
+        try:
+            return max_right_recursive_bytes(LarkRules(lark))
+        except UnreadableGrammarError as error:
+            if lark.count("|") <= MAX_ALTERNATIVES:
+                message = self._library.LLMatcher.validate_grammar(lark, self._tokenizer)
+                error = GrammarError(shorten_message(message)) if message else error
+            raise error from None
 
     def _make_grammar(self, spec: StructuredOutputs) -> str:
         grammar = self._convert_to_grammar(spec)
         if can_follow_forced_text(spec):
             return grammar
-        with suppress(ValueError):  # A grammar that is not JSON is in Lark syntax already.
+        if spec.kind not in _LARK_KINDS:
             (part,) = json.loads(grammar)["grammars"]
             grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
         return f"{grammar}\n{_NO_FORCING_LARK_STATEMENT}"  # The last %llguidance statement applies.
@@ -123,11 +140,11 @@ class LLGuidanceBackend:
                     special_tokens = (
                         self._vocabulary.special_tokens if spec.param == "tools" else {}
                     )
-                    return library.grammar_from_lark(to_lark(json.loads(text), special_tokens))
+                    return to_lark(json.loads(text), special_tokens)
                 case "grammar":
                     lark = _grammar_to_lark(text)
                     refuse_unsupported_in_lark(lark)
-                    return library.grammar_from_lark(lark)
+                    return lark
         except ValueError as error:
             raise GrammarError(str(error)) from None
 
@@ -140,9 +157,20 @@ class LLGuidanceMatcher:
     _vocabulary: Vocabulary
     _spec: StructuredOutputs
     _memory: GrammarMemoryBound
+    _max_bytes: int | None = None
+    _token_sizes: list[int] = field(default_factory=list)
+    _num_bytes: int = 0
 
     def accept(self, token_id: int) -> bool:
         self._memory.num_accepted_tokens += 1
+        if self._max_bytes is not None:
+            self._token_sizes.append(len(self._vocabulary.tokens[token_id]))
+            self._num_bytes += self._token_sizes[-1]
+            if self._num_bytes > self._max_bytes:
+                raise self._make_limit_error(
+                    f"more than {self._max_bytes} bytes under rules that end with themselves, make "
+                    "the grammar left-recursive"
+                )
         if self._matcher.consume_token(token_id):
             return True
         error = self._matcher.get_error()
@@ -151,6 +179,8 @@ class LLGuidanceMatcher:
         raise self._make_limit_error(error)
 
     def rollback(self, num_tokens: int) -> None:
+        for size in [self._token_sizes.pop() for _ in self._token_sizes[-num_tokens:]]:
+            self._num_bytes -= size
         if not self._matcher.rollback(num_tokens):
             raise self._make_limit_error(self._matcher.get_error())
 

@@ -38,7 +38,13 @@ NON_SCHEMAS_PER_STEP = 8
 
 MAX_EXPANDED_SCHEMAS = 4096
 """Maximum number of schemas of one value, counted with each reference replaced by its target, as in
-llguidance. 30 nested levels with two references each give a billion schemas."""
+llguidance. 30 nested levels with two references each give a billion schemas. Constants that are
+objects or arrays count as schemas, and an object has SCHEMAS_PER_OPTIONAL_PROPERTY more for each
+property that may come first or next. llguidance's parser may hold all of them after one token, and
+checks its limit of items only then. This many take some 20 ms."""
+
+SCHEMAS_PER_OPTIONAL_PROPERTY = 4
+"""Number of parser items that llguidance makes for an optional property."""
 
 MAX_PROPERTIES_PER_OBJECT = 3000
 """Maximum number of properties of one object. llguidance's time is quadratic in the number of
@@ -69,6 +75,19 @@ def refuse_large_merges(*roots: Any) -> None:
         raise GrammarError("the schemas of one value are nested too deeply") from None
 
 
+def refuse_many_alternatives(roots: Iterable[Any]) -> None:
+    """Raise GrammarError if the parser could hold too many schemas at once.
+
+    Args:
+        roots: schemas whose values may begin at the same place.
+    """
+    if sum(map(_MergeChecker().count_largest_value, roots)) > MAX_EXPANDED_SCHEMAS:
+        raise GrammarError(
+            f"values of more than {MAX_EXPANDED_SCHEMAS} schemas may begin at the same place, "
+            f"where each property that may come next is {SCHEMAS_PER_OPTIONAL_PROPERTY}"
+        )
+
+
 class _MergeChecker:
     """Counter of the work to merge schemas; raises GrammarError above the limits."""
 
@@ -77,16 +96,17 @@ class _MergeChecker:
         self._comparison_costs: dict[tuple[frozenset[int], frozenset[int]], int] = {}
         self._seen_divisors: set[frozenset[int | float]] = set()
         self._total_remainders = self._num_steps = self._total_comparison_cost = 0
-        self._expanded_counts: dict[int, int] = {}
+        self._expanded_counts: dict[int, tuple[int, int]] = {}
         self._ref_targets: dict[int, list[Any]] = {}
 
     def check_root_schema(self, root: Any) -> None:
         self._root, self._ref_targets = root, {}
         for schema in subschemas(root):
-            if self.count_expanded_schemas(schema) > MAX_EXPANDED_SCHEMAS:
+            if sum(self.count_expanded_schemas(schema)) > MAX_EXPANDED_SCHEMAS:
                 raise GrammarError(
                     f"more than {MAX_EXPANDED_SCHEMAS} schemas apply to one value or are its "
-                    "alternatives"
+                    "alternatives, where each property that may come next is "
+                    f"{SCHEMAS_PER_OPTIONAL_PROPERTY}"
                 )
             types = schema.get("type")
             if isinstance(types, list) and len(types) > len(set(map(str, types))):
@@ -95,23 +115,33 @@ class _MergeChecker:
         self._total_comparison_cost += self.check_value_schemas([root])
         self._check_comparison_cost(self._total_comparison_cost)
 
-    def count_expanded_schemas(self, schema: Any) -> int:
-        """Count the schemas that apply to one JSON value, all alternatives included."""
+    def count_largest_value(self, root: Any) -> int:
+        """Count the schemas and items of the value in ``root`` that has the most."""
+        self._root, self._ref_targets = root, {}
+        counts = (sum(self.count_expanded_schemas(schema)) for schema in subschemas(root))
+        return max(counts, default=1)
+
+    def count_expanded_schemas(self, schema: Any) -> tuple[int, int]:
+        """Count the schemas that apply to one JSON value, all alternatives included, and the parser
+        items of its constants and optional properties."""
         if not isinstance(schema, Mapping):
-            return 1
-        count = self._expanded_counts.get(id(schema))
-        if count is None:
-            self._expanded_counts[id(schema)] = 1  # A recursive $ref adds no schema.
-            parts = [
-                part
-                for keyword in ("allOf", "anyOf", "oneOf")
-                if isinstance(members := schema.get(keyword), list)
-                for part in members
-            ]
-            count = self._expanded_counts[id(schema)] = 1 + sum(
-                map(self.count_expanded_schemas, [*parts, *self._resolve_ref(schema)])
-            )
-        return count
+            return 1, 0
+        counts = self._expanded_counts.get(id(schema))
+        if counts is None:
+            self._expanded_counts[id(schema)] = 1, 0  # A recursive $ref adds no schema.
+            num_schemas, num_items = 1, _num_alternative_items(schema)
+            for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
+                parts = self._resolve_ref(schema) if keyword == "$ref" else schema.get(keyword)
+                if not isinstance(parts, list):
+                    continue
+                if keyword in ("anyOf", "oneOf") and parts:
+                    num_items *= len(parts)  # llguidance merges what is beside with each of them.
+                for part in parts:
+                    more_schemas, more_items = self.count_expanded_schemas(part)
+                    num_schemas += more_schemas
+                    num_items += more_items
+            counts = self._expanded_counts[id(schema)] = num_schemas, num_items
+        return counts
 
     def _resolve_ref(self, schema: Schema) -> list[Any]:
         """List with the target of the schema's local reference; empty without one."""
@@ -236,6 +266,25 @@ class _MergeChecker:
                 f"multipleOf has {self._total_remainders} remainders, expected at most "
                 f"{MAX_MULTIPLEOF_REMAINDERS}: smaller numbers, or fewer for one value"
             )
+
+
+def _num_alternative_items(schema: Schema) -> int:
+    """Number of parser items for a schema's constants, and for its longest run of properties that
+    are not required."""
+    values, properties, required = map(schema.get, ("enum", "properties", "required"))
+    num_constants = longest = length = 0
+    if isinstance(values, list):
+        num_constants = sum(isinstance(value, dict | list) for value in values)
+    if isinstance(properties, Mapping):
+        texts = (
+            {name for name in required if isinstance(name, str)}
+            if isinstance(required, list)
+            else ()
+        )
+        for name in properties:
+            length = 0 if name in texts else length + 1
+            longest = max(longest, length)
+    return num_constants + SCHEMAS_PER_OPTIONAL_PROPERTY * longest
 
 
 def _child_schema_groups(schemas: list[Schema]) -> Iterable[list[Any]]:

@@ -24,7 +24,12 @@ from asyncllm.structured.json_schema import (
     refuse_many_schemas,
     refuse_unenforced_keywords,
 )
-from asyncllm.structured.merged_schemas import MAX_MULTIPLEOF_REMAINDERS, refuse_large_merges
+from asyncllm.structured.lark_rules import MAX_COMPLETIONS, LarkRules
+from asyncllm.structured.merged_schemas import (
+    MAX_MULTIPLEOF_REMAINDERS,
+    refuse_large_merges,
+    refuse_many_alternatives,
+)
 from asyncllm.structured.references import refuse_infinite_references
 from asyncllm.structured.spec import StructuredOutputs
 
@@ -48,6 +53,15 @@ output's items do not grow in number with its length, because a closing bracket 
 MAX_EARLEY_ITEMS_IF_AMBIGUOUS = 256
 """Maximum number of Earley items after one token, for a grammar that may be ambiguous: about
 0.3 ms. The time for an ambiguous grammar grows with the cube of the output's length."""
+
+MAX_RIGHT_RECURSIVE_PARTS = 16
+"""Maximum number of parts at the ends of rules that lead back to their rules, and that one row of
+the parser may wait for, such as the two last ``x`` of ``x: "a" x "b"? | "a" x | "c"``."""
+
+MAX_RIGHT_RECURSION_WORK = 5 * 10**8
+"""Maximum work to complete all rows of an output at once, as one token may under right recursion.
+llguidance checks its limits only then. The maximum takes some 0.4 s on the thread that makes masks,
+without the GIL."""
 
 MAX_LEXER_STATES = 24_576
 """Maximum number of states of a grammar's lexer, which adds states while it reads outputs. An
@@ -130,6 +144,31 @@ def refuse_unsupported_by_llguidance(*schemas: Any) -> None:
     refuse_large_merges(*schemas)
 
 
+def max_right_recursive_bytes(rules: LarkRules) -> int | None:
+    """Maximum number of bytes of an output, where one token may complete all rows of the parser;
+    None if no token may.
+
+    A row may have n parts to complete, once for each of the n before it, among the items of all
+    rows; the measured time is that of ``n**3 + 2`` items for each two rows.
+
+    Raises:
+        GrammarError: if there are too many such parts, or MAX_COMPLETIONS is exceeded.
+    """
+    num_completions = rules.count_completions()
+    if num_completions > MAX_COMPLETIONS:
+        raise GrammarError(
+            f"rules take {num_completions} completions (alternatives that may end at one place, "
+            f"times parts that may wait for them), expected at most {MAX_COMPLETIONS}"
+        )
+    count = rules.count_right_recursive_parts()
+    if count > MAX_RIGHT_RECURSIVE_PARTS:
+        raise GrammarError(
+            f"{count} alternatives may end with their own rule at the same place, expected at most "
+            f"{MAX_RIGHT_RECURSIVE_PARTS}: make the grammar left-recursive"
+        )
+    return math.isqrt(MAX_RIGHT_RECURSION_WORK // (count**3 + 2)) if count else None
+
+
 def refuse_unsupported_in_lark(grammar: str) -> None:
     """Raise GrammarError for ``%json`` schemas that llguidance cannot enforce in bounded time.
 
@@ -149,6 +188,7 @@ def refuse_unsupported_in_lark(grammar: str) -> None:
     for schema in schemas:
         refuse_infinite_references(schema)
     refuse_large_merges(*schemas)
+    refuse_many_alternatives(schemas)
 
 
 def check_first_states(matcher: Any, mask_size: int, num_characters: int) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from asyncllm.structured.grammar import WHITESPACE_PATTERN, GrammarError
+from asyncllm.structured.merged_schemas import refuse_many_alternatives
 from asyncllm.structured.parser_limits import refuse_unsupported_by_llguidance
 
 MAX_RULES = 4096
+_SCHEMA_FIELDS = ("schema", "json_schema")
 _EMPTY_LITERAL = '""'
 _XGRAMMAR_HINT = "takes the xgrammar backend: `pip install asyncllm[xgrammar]`"
 
@@ -32,6 +35,8 @@ def to_lark(tag: dict[str, Any], special_tokens: Mapping[int, str] = MappingProx
     refuse_unsupported_by_llguidance(*schemas_in_tag(tag))
     lark = _LarkBuilder(special_tokens)
     tag_format = convert_to_format(tag)["format"]
+    for schemas in _schemas_by_begin(tag_format).values():
+        refuse_many_alternatives(schemas)
     if _require_field(tag_format, "type", str) == "triggered_tags":
         start = lark.triggered_tags(tag_format)
     else:
@@ -146,6 +151,31 @@ def convert_to_format(tag: dict[str, Any]) -> dict[str, Any]:
     return {"type": "structural_tag", "format": tag_format}
 
 
+def _schemas_by_begin(tag_format: Any) -> dict[str, list[Any]]:
+    """Group the schemas whose values may begin at the same place of an output.
+
+    Where there is one list of tags, those are the schemas of its tags with equal ``begin``. Else
+    two tags with different ``begin`` may follow texts that make up for the difference.
+    """
+    by_begin = defaultdict[str, list[Any]](list)
+    tag_lists: list[list[Any]] = []
+    pending = [tag_format]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            tag_lists += [item["tags"]] if isinstance(item.get("tags"), list) else []
+            pending += [item[key] for key in item if key not in _SCHEMA_FIELDS]
+        elif isinstance(item, list):
+            pending += item
+    for tag in tag_lists[0] if len(tag_lists) == 1 else ():
+        begin, content = (tag.get("begin"), tag.get("content")) if isinstance(tag, dict) else (0, 0)
+        if isinstance(begin, str) and isinstance(content, dict) and "json_schema" in content:
+            by_begin[begin].append(content["json_schema"])
+    seen_ids = {id(schema) for schemas in by_begin.values() for schema in schemas}
+    others = [schema for schema in schemas_in_tag(tag_format) if id(schema) not in seen_ids]
+    return by_begin | {"": by_begin[""] + others}
+
+
 def schemas_in_tag(tag: Any) -> Iterator[Any]:
     """Iterate over the JSON schemas of a structural tag with "format" or "structures"."""
     pending = [tag]
@@ -153,7 +183,7 @@ def schemas_in_tag(tag: Any) -> Iterator[Any]:
         item = pending.pop()
         if isinstance(item, dict):
             for key, value in item.items():
-                if key in ("schema", "json_schema"):
+                if key in _SCHEMA_FIELDS:
                     yield value
                 else:
                     pending.append(value)
