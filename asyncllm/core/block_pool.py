@@ -147,6 +147,6 @@ class BlockPool:
         """Empty the prefix cache. Does nothing and returns False while requests hold blocks."""
         if self.num_free != self.num_usable:
             return False
-        for block in set(self._by_hash.values()):
+        for block in dict.fromkeys(self._by_hash.values()):
             self.uncache_block(block)
         return True
