@@ -127,6 +127,17 @@ class Rig:
         raise AssertionError("the engine does not close")
 
 
+def test_steps_that_admit_a_request_do_not_set_the_pace():
+    """A prompt of one token, or a copy of a prompt, is a decode row as well."""
+    rig, recorded = Rig(), []
+    rig.scheduler.pace.record_decode_step = recorded.append
+    rig.submit("a", [1], max_tokens=3)
+    rig.turns(1)
+    assert len(recorded) == 0
+    rig.turns(1)
+    assert len(recorded) == 1
+
+
 def end_of(request):
     """The reason of a request's end, or its exception; None while it lives."""
     final = request.group.channel.stream_end

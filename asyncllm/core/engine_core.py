@@ -349,7 +349,7 @@ class EngineCore:
         # With two steps in flight, a step begins when the step before it ends.
         began_at = max(launched_at, self._last_collected_at)
         self._token_rate.add_step(step.batch.num_tokens, now - began_at)
-        if step.batch.num_decodes == len(step.batch):
+        if not step.admitted and step.batch.num_decodes == len(step.batch):
             self.scheduler.pace.record_decode_step(now - began_at)
         self._last_collected_at = now
         for event in self.scheduler.update(step, result):
