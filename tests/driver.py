@@ -115,6 +115,7 @@ class Driver:
         self.free_blocks = deque(sorted(range(1, info.num_blocks), key=lambda b: b * 7919 % 1009))
         self.free_slots = deque(reversed(range(info.max_num_seqs)))
         self.released: list[int] = []
+        self.block_copies: list[tuple[int, int]] = []  # of the next step
         self.in_flight: deque[list[tuple[Sequence, bool]]] = deque()
         self.batches: deque[StepBatch] = deque()
         self.step = 0
@@ -128,8 +129,8 @@ class Driver:
 
     def launch(self, work: list[tuple[Sequence, int]]) -> StepBatch:
         """Each sequence computes so many tokens; 0 is all it has."""
-        batch = StepBatch(self.step, released_indices=self.released)
-        self.step, self.released = self.step + 1, []
+        batch = StepBatch(self.step, released_indices=self.released, block_copies=self.block_copies)
+        self.step, self.released, self.block_copies = self.step + 1, [], []
         rows = [(seq, count or seq.known - seq.computed) for seq, count in work]
         rows.sort(key=lambda row: row[1] != 1 or row[0].computed + 1 != row[0].known)
         record = []

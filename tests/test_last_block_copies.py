@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from asyncllm.core.block_pool import BlockPool
 from asyncllm.core.request import Status
+from tests.driver import GREEDY, Driver, outputs_of
+from tests.dummy_runner import make
 from tests.integrity import check_block_pool
+from tests.native_library import needs_native
 from tests.scheduler_rig import Rig
 
 PROMPT = range(10, 17)  # A full block of four, and three tokens of the next.
@@ -171,3 +176,21 @@ def test_a_block_with_two_hashes():
     assert taken[-1] is block, "it is evicted last"
     assert [pool.find(b"part"), pool.find(b"full")] == [None, None]
     check_block_pool(pool, [taken])
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_native)])
+def test_a_block_is_copied_before_its_new_owner_clears_it(backend):
+    runner = make(attention_backend=backend)
+    driver, prompt = Driver(runner), list(range(3, runner.info.block_size))
+    expected = outputs_of(runner, prompt, 1, GREEDY)
+    driver.free_blocks = deque([1])
+    driver.run([driver.add(prompt, 1)])
+    copy, other = driver.add(prompt, 1), driver.add([7, 8], 1)
+    copy.computed = len(prompt) - 1
+    driver.free_blocks = deque([2, 1])
+    driver.block_copies = [(1, 2)]
+    driver.launch([(copy, 1), (other, 2)])
+    assert other.blocks == [[1]]
+    driver.collect()
+    assert copy.outputs == expected
+    assert other.outputs == outputs_of(make(attention_backend=backend), [7, 8], 1, GREEDY)

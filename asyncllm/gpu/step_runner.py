@@ -206,9 +206,10 @@ class StepRunner:
 
     def _run_forward(self, step: LaunchedStep) -> None:
         """Queues a forward pass, with the copies of its inputs and its recurrent states."""
+        # A block that is copied may have a new owner in this step, for which it is cleared.
+        self._prepare_cache(step)
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
-        self._prepare_cache(step)
         self.memory.upload(step)
         step.output = self.forward_pass.forward(step)
         self._save_states(step)
