@@ -74,6 +74,22 @@ def test_a_step_that_was_held_up_counts_little():
     assert pace.max_admissions() == pytest.approx(6)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {3: 1.0}},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.5},
+    ],
+)
+def test_parameters_that_are_written_to_tables_count(params):
+    rig = rig_beside("a")
+    for number in range(6):
+        rig.add([number], max_tokens=30, owner="b", **params)
+    assert [admitted(rig) for _ in range(4)] == [2, 2, 2, 0]
+
+
 def test_prompt_tokens_of_further_outputs_count():
     """Without a block to copy, each computes the prompt's rest of 16 tokens again."""
     rig = rig_beside("a", block_size=32, caching=False)

@@ -41,6 +41,11 @@ class AdmissionPace:
         Args:
             num_tokens: number of tokens that its first step computes.
         """
+        params = request.sampling
+        has_penalties = params.presence_penalty or params.frequency_penalty
+        has_penalties = has_penalties or params.repetition_penalty not in (None, 1)
+        # These are written to tables, which takes about as long as the rest of a beginning.
+        cost = 1 + bool(params.logit_bias or has_penalties)
         if request.first_member is None:
-            return 1
-        return 1 + num_tokens / _TOKENS_PER_ADMISSION
+            return cost
+        return cost + num_tokens / _TOKENS_PER_ADMISSION
