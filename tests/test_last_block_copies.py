@@ -178,19 +178,28 @@ def test_a_block_with_two_hashes():
     check_block_pool(pool, [taken])
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_native)])
-def test_a_block_is_copied_before_its_new_owner_clears_it(backend):
+def test_a_block_is_copied_before_its_new_owner_clears_it(backend, depth):
+    """The copy is made in a step that may begin while the one before it runs."""
     runner = make(attention_backend=backend)
+    if depth > 1 and runner.can_schedule_async:
+        runner.enable_async_scheduling(1)
     driver, prompt = Driver(runner), list(range(3, runner.info.block_size))
     expected = outputs_of(runner, prompt, 1, GREEDY)
-    driver.free_blocks = deque([1])
+    driver.free_blocks = deque([1, 3, 4])
     driver.run([driver.add(prompt, 1)])
+    earlier = driver.add([9], 3)
+    driver.free_blocks = deque([3, 2, 1])
+    if depth > 1:
+        driver.launch([(earlier, 1)])
     copy, other = driver.add(prompt, 1), driver.add([7, 8], 1)
     copy.computed = len(prompt) - 1
     driver.free_blocks = deque([2, 1])
     driver.block_copies = [(1, 2)]
     driver.launch([(copy, 1), (other, 2)])
     assert other.blocks == [[1]]
-    driver.collect()
+    while driver.in_flight:
+        driver.collect()
     assert copy.outputs == expected
     assert other.outputs == outputs_of(make(attention_backend=backend), [7, 8], 1, GREEDY)

@@ -250,7 +250,7 @@ def test_step_with_state_copies_does_not_run_ahead():
     for copies in (dict(), dict(masked_rows=[0])):
         batch = StepBatch(0, [0], [0], [5], [True], num_tokens=5, **copies)
         assert queue.can_begin_early(LaunchedStep(batch), ()) is True
-        for name in ("block_copies", "state_loads", "state_saves"):
+        for name in ("state_loads", "state_saves"):
             setattr(batch, name, [(0, 1)])
             assert queue.can_begin_early(LaunchedStep(batch), ()) is False
             setattr(batch, name, [])

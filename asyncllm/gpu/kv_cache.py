@@ -104,6 +104,18 @@ class KVCache:
         for layer in self.layers:
             layer.index_copy_(1, targets, layer.index_select(1, sources))
 
+    def block_arrays(self) -> np.ndarray:
+        """Where native code finds a block's keys or values in each layer: ``[n, 3]`` int64, address
+        of block 0, distance between blocks and size of a block, in bytes."""
+        return np.array(
+            [
+                (half.data_ptr(), half.stride(0) * half.itemsize, half[0].nbytes)
+                for layer in self.layers
+                for half in layer
+            ],
+            dtype=np.int64,
+        )
+
     def clear(self, block_ids: np.ndarray) -> None:
         """Zeroes blocks before a new owner writes them.
 

@@ -94,7 +94,7 @@ class StepRunner:
         if step.batch.prompt_logprobs:
             step.prompt_logprob_tokens = prompt_logprob_tokens(step.batch, self.input_batch)
         if self.forward_pass.is_recorded:
-            self._prepare_cache(step)
+            self._load_states(step)
             self.stream.submit(step, is_early=is_early)
             self._save_states(step)
             return
@@ -206,20 +206,19 @@ class StepRunner:
 
     def _run_forward(self, step: LaunchedStep) -> None:
         """Queues a forward pass, with the copies of its inputs and its recurrent states."""
-        # A block that is copied may have a new owner in this step, for which it is cleared.
-        self._prepare_cache(step)
+        if step.batch.block_copies:
+            self.cache.copy_blocks(step.batch.block_copies)
+        # Clear blocks after the copies: a block that is copied may have a new owner in this step.
         if len(step.blocks_to_zero):
             self.cache.clear(step.blocks_to_zero)
+        self._load_states(step)
         self.memory.upload(step)
         step.output = self.forward_pass.forward(step)
         self._save_states(step)
         if step.batch.prompt_logprobs:
             self._keep_hidden_states(step)
 
-    def _prepare_cache(self, step: LaunchedStep) -> None:
-        """Copies the KV blocks and recurrent states with which the step's new rows begin."""
-        if step.batch.block_copies:
-            self.cache.copy_blocks(step.batch.block_copies)
+    def _load_states(self, step: LaunchedStep) -> None:
         if step.batch.state_loads and self.cache.states is not None:
             self.cache.states.load_snapshots(step.batch.state_loads)
 

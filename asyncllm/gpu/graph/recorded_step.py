@@ -55,7 +55,7 @@ class RecordedStep(ForwardPass):
             if not getattr(attention, "is_recordable", False):
                 raise UnrecordableError(f"attention {attention.name!r} has no native kernel")
         rows, tokens = buffer.limits.rows, buffer.limits.tokens
-        self._recorder = recorder
+        self._recorder, self.cache = recorder, cache
         self._capacity = (rows, tokens, tokens, rows, rows)
         with torch.no_grad(), recorder:
             found = model.forward(_record_inputs(recorder, input_batch, buffer, model), cache)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 
 import numpy as np
@@ -49,9 +49,12 @@ class _Job(HostBuffer):
         # the greedy tokens.
         greedy = tokens if recorded_step.greedy is None else recorded_step.greedy
         lines, width = token_ids.shape
+        self._block_arrays = recorded_step.cache.block_arrays()
+        self._block_copies = np.empty((0, 2), dtype=np.int64)
         self.args = STRUCTS["Job"](
             program=ctypes.pointer(recorded_step.program.args),
             to=own.memory.data_ptr(), **{"from": self.memory.data_ptr()},
+            block_arrays=self._block_arrays.ctypes.data, num_block_arrays=len(self._block_arrays),
             draw=sample_args(recorded_step.logits, memory.scalars, rows, tokens),
             previous_tokens=given["previous_tokens"].data_ptr(),
             greedy=greedy.data_ptr(), tokens=tokens.data_ptr(),
@@ -75,6 +78,12 @@ class _Job(HostBuffer):
             top = self.logprobs
             args.top = top.values.shape[1] - 1
             args.top_values, args.top_ids = top.values.data_ptr(), top.ids.data_ptr()
+
+    def set_block_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.args.num_block_copies = len(pairs)
+        if pairs:
+            self._block_copies = np.array(pairs, dtype=np.int64)
+            self.args.block_copies = self._block_copies.ctypes.data
 
 
 class StepQueue(DeviceStream):
@@ -112,8 +121,9 @@ class StepQueue(DeviceStream):
         possible if the step changes rows of the earlier steps only by appending to them.
         """
         batch, least = step.batch, self.min_step_tokens
-        # The host copies blocks and recurrent states before and after a step, while no other runs.
-        if not len(batch) or batch.block_copies or batch.state_loads or batch.state_saves:
+        # A step that loads or saves recurrent states cannot begin early: the host copies the states
+        # before and after it.
+        if not len(batch) or batch.state_loads or batch.state_saves:
             return False
         if not batch.masked_rows and (least is None or batch.num_tokens < least):
             return False
@@ -146,6 +156,7 @@ class StepQueue(DeviceStream):
         if step.is_sampling_queued and step.row_stages.any():
             self._prepare_stages(step, job)
         job.set_sizes(step)
+        job.set_block_copies(batch.block_copies)
         context = self.recorded_step.program.context
         run = context.functions.submit if is_early else context.functions.run_job
         status = run(context.handle, job.args)

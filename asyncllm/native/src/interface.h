@@ -421,6 +421,12 @@ typedef struct Job {
   void* to;  // the program's inputs, into which `bytes` of `from` are copied before it runs
   const void* from;
   int64_t bytes;
+  // Blocks of the KV cache to copy before the program runs, one after the other.
+  const int64_t* block_copies;  // [num_block_copies, 2], source and target
+  int64_t num_block_copies;
+  // [num_block_arrays, 3]: address of block 0, distance between blocks and size of a block, in bytes
+  const int64_t* block_arrays;
+  int64_t num_block_arrays;
   // The sampling from the logits; nothing is sampled if it has no rows.
   SampleArgs draw;
   // The processing of the logits of the first process.rows of these rows, in turns of

@@ -61,8 +61,23 @@ int32_t sample_rows(Context* context, const Job& job) {
   return status || !draw.rows ? status : asyncllm_sample(context, &draw);
 }
 
+void copy_blocks(Context* context, const Job& job) {
+  int64_t work = 0;
+  for (int64_t i = 0; i < job.num_block_arrays; ++i)
+    work += job.num_block_copies * job.block_arrays[3 * i + 2];
+  share(context, job.num_block_arrays, work, [&](int64_t i, int) {
+    const int64_t* array = job.block_arrays + 3 * i;
+    char* blocks = reinterpret_cast<char*>(array[0]);
+    for (int64_t copy = 0; copy < job.num_block_copies; ++copy) {
+      const int64_t* pair = job.block_copies + 2 * copy;
+      memcpy(blocks + pair[1] * array[1], blocks + pair[0] * array[1], array[2]);
+    }
+  });
+}
+
 int32_t run_job(Context* context, Job* job) {
   memcpy(job->to, job->from, job->bytes);
+  if (job->num_block_copies) copy_blocks(context, *job);
   int32_t status = asyncllm_run(context, job->program, job->sizes, &job->failed);
   const SampleArgs& draw = job->draw;
   if (!status && draw.rows) status = sample_rows(context, *job);
@@ -76,7 +91,8 @@ int32_t run_job(Context* context, Job* job) {
 }
 
 bool is_valid(const Job& j) {
-  return j.bytes >= 0 && (!j.bytes || (j.to && j.from)) && j.draw.rows >= 0 && j.num_tokens >= 0 &&
+  return j.num_block_copies >= 0 && j.num_block_arrays >= 0 &&
+         (!j.num_block_copies || (j.block_copies && j.block_arrays)) && j.bytes >= 0 && (!j.bytes || (j.to && j.from)) && j.draw.rows >= 0 && j.num_tokens >= 0 &&
          j.top_rows >= 0 && j.top_rows <= j.draw.rows && j.process.rows >= 0 &&
          (!j.process.rows || (j.process.rows <= j.draw.rows && j.draw.rows <= j.num_tokens &&
                               j.rows_per_turn > 0 && j.previous_tokens)) &&
