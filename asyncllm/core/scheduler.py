@@ -9,7 +9,6 @@ and a preempted request simply starts over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import inf
 
 from asyncllm.core.admission_pace import AdmissionPace
 from asyncllm.core.batch import SlotAssignment, StepBatch, StepResult
@@ -315,10 +314,10 @@ class Scheduler:
         requests of several owners, AdmissionPace bounds the admissions."""
         self._release_evicted()
         states, max_num_seqs = self.kv.states, self.info.max_num_seqs
-        is_paced = self.running and self.waiting.num_owners > 1
-        num_admissions = self.pace.max_admissions() if is_paced else inf
+        is_paced = bool(self.running) and self.waiting.num_owners > 1
+        self.pace.begin_step()
         skipped: list[Request] = []
-        while budget > 0 and num_admissions > 0 and len(self.running) < max_num_seqs:
+        while budget > 0 and len(self.running) < max_num_seqs:
             request = self.waiting.peek()
             if request is None or len(skipped) > max_num_seqs:
                 break
@@ -340,9 +339,11 @@ class Scheduler:
             count = min(end - request.num_computed_tokens, max_count)
             self._add_row(request, count, step)
             budget -= count * request.budget_cost_per_token
-            num_admissions -= self.pace.cost(request, count)
+            if is_paced and not self.pace.count(request, count):
+                self.waiting.set_aside(request.owner)
         for request in skipped:
             self.waiting.push(request)
+        self.waiting.restore_owners()
 
     def _admit(self, request: Request) -> bool:
         idle = self._idle_requests

@@ -69,6 +69,7 @@ class WaitingQueue:
         self._num_entries = 0
         self._serial = 0
         self._newest_arrival_index = -1
+        self._owners_set_aside: list[_Owner] = []
 
     def __len__(self) -> int:
         return len(self._waiting_requests)
@@ -117,6 +118,19 @@ class WaitingQueue:
                 return self._request_by_serial[owner.heap[0][1]]
             heapq.heappop(heap)
         return None
+
+    def set_aside(self, name: str | None) -> None:
+        """Let ``peek`` find no request of an owner until ``restore_owners``."""
+        owner = self._owners.get(name)
+        if owner is not None and owner.entry is not None:
+            owner.entry = None
+            self._owners_set_aside.append(owner)
+
+    def restore_owners(self) -> None:
+        """Return the owners that were set aside to their places."""
+        for owner in self._owners_set_aside:
+            self._requeue_owner(owner)
+        self._owners_set_aside.clear()
 
     def discard(self, request: Request) -> None:
         """Remove a request from the queue; does nothing if it is not waiting."""
