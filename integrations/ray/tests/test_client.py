@@ -227,7 +227,8 @@ async def test_errors_are_the_engines(client: Client) -> None:
 
 
 async def test_a_full_queue_says_when_to_retry(client: Client, handle: Any) -> None:
-    """The replica takes 16 requests and Serve queues 8; none ends, because nobody reads on."""
+    """The replica takes 16 requests, Serve queues 8, and may be routing some more; none ends,
+    because nobody reads on."""
     streams = [client.stream(PROMPT, on_slow="pause", **ENDLESS) for _ in range(32)]
     reads = [asyncio.ensure_future(anext(one)) for one in streams]
     refused: list[EngineOverloadedError] = []
@@ -237,7 +238,7 @@ async def test_a_full_queue_says_when_to_retry(client: Client, handle: Any) -> N
                 await read
             except EngineOverloadedError as error:
                 refused.append(error)
-            if len(refused) == 8:
+            if len(refused) == 4:
                 break
     assert all(error.retry_after > 0 for error in refused)
     for stream, one in zip(streams, reads, strict=True):
