@@ -8,8 +8,8 @@ _MIN_ADMISSIONS = 4
 """Number of admissions of an owner that any step allows."""
 
 _ADMISSION_SECONDS = 0.0005
-"""Time, beside its tokens, that a request's beginning and end take on the engine thread and on the
-event loop, which hold the GIL."""
+"""Time to admit and finish a request, without its tokens, on the engine thread and the event loop,
+which both hold the GIL."""
 
 _TOKENS_PER_ADMISSION = 16
 """Number of prompt tokens, computed again for a further output, that count as an admission."""
@@ -29,7 +29,7 @@ class AdmissionPace:
 
     def record_decode_step(self, seconds: float) -> None:
         """Record the time of a step that admitted no request and computed no prompt. A longer time
-        counts little by little: the step may have waited for a processor."""
+        than before raises the estimate slowly: the step may have waited for a processor."""
         self._decode_seconds = min(seconds, self._decode_seconds * 1.05 or seconds)
 
     def begin_step(self) -> None:
@@ -49,7 +49,7 @@ class AdmissionPace:
         params = request.sampling
         has_penalties = params.presence_penalty or params.frequency_penalty
         has_penalties = has_penalties or params.repetition_penalty not in (None, 1)
-        # These are written to tables, which takes about as long as the rest of a beginning.
+        # These are written to LogitsTables, which takes about as long as the rest of an admission.
         cost = 1 + bool(params.logit_bias or has_penalties)
         if request.first_member is not None:
             cost += num_tokens / _TOKENS_PER_ADMISSION

@@ -127,8 +127,8 @@ class BlockPool:
         return True
 
     def cache_partial_block(self, block: Block, partial_hash: bytes) -> None:
-        """Let a held block be found by the hash of some of its first tokens, unless another block
-        is found by it already."""
+        """Index a held block by the hash of some of its first tokens, unless another block has this
+        hash already."""
         if block.partial_hash is None and partial_hash not in self._by_hash:
             self._by_hash[partial_hash] = block
             block.partial_hash = partial_hash

@@ -297,7 +297,7 @@ class KVCacheManager:
         return self._can_copy_blocks and is_new and num_tokens > block_size // 8
 
     def cache_last_block(self, request: Request) -> None:
-        """Let the last block of a computed prompt be found by the prompt's other outputs."""
+        """Index the last block of a computed prompt, so that the prompt's other outputs find it."""
         index, partial_hash = self._last_block(request)
         self.pool.cache_partial_block(request.blocks[0][index], partial_hash)
 

@@ -120,14 +120,14 @@ class WaitingQueue:
         return None
 
     def set_aside(self, name: str | None) -> None:
-        """Let ``peek`` find no request of an owner until ``restore_owners``."""
+        """Hide an owner's requests from ``peek`` until ``restore_owners``."""
         owner = self._owners.get(name)
         if owner is not None and owner.entry is not None:
             owner.entry = None
             self._owners_set_aside.append(owner)
 
     def restore_owners(self) -> None:
-        """Return the owners that were set aside to their places."""
+        """Queue the owners again that were set aside."""
         for owner in self._owners_set_aside:
             self._requeue_owner(owner)
         self._owners_set_aside.clear()

@@ -105,8 +105,8 @@ class KVCache:
             layer.index_copy_(1, targets, layer.index_select(1, sources))
 
     def block_arrays(self) -> np.ndarray:
-        """Where native code finds a block's keys or values in each layer: ``[n, 3]`` int64, address
-        of block 0, distance between blocks and size of a block, in bytes."""
+        """Layout of the keys and of the values of each layer, for native code: ``[n, 3]`` int64,
+        address of block 0, stride between blocks and size of a block, in bytes."""
         return np.array(
             [
                 (half.data_ptr(), half.stride(0) * half.itemsize, half[0].nbytes)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from asyncllm.structured.grammar import GrammarError
 
 MAX_ALTERNATIVES = 2048
-"""Maximum number of alternatives of a grammar's rules, and of parts that may be empty. After one
+"""Maximum number of alternatives and nullable symbols in a grammar's rules. After one
 token the parser may hold all of them at once, and llguidance checks its limit of items only then.
 This many take up to 20 ms."""
 
@@ -59,7 +59,7 @@ NOT_EMPTY = "."
 
 
 class UnreadableGrammarError(GrammarError):
-    """Error for a grammar that has another syntax than Lark as llguidance reads it."""
+    """Error for a grammar that is not in llguidance's variant of Lark."""
 
 
 class LarkRules:
@@ -99,8 +99,8 @@ class LarkRules:
                 self._count(sum(symbol in self.maybe_empty for body in bodies for symbol in body))
 
     def count_right_recursive_parts(self) -> int:
-        """Maximum number of parts at the ends of rules that lead back to their rules, and that one
-        row of the parser may wait for. One token may complete all of them, of all rows."""
+        """Maximum number of right-recursive symbols that one row of the Earley parser may wait for.
+        One token may complete those of all rows."""
         parts = [
             (head, symbol, i, self._texts.get(body[i - 1], body[i - 1]) if i else "")
             for head, bodies in self.bodies.items()
@@ -110,12 +110,12 @@ class LarkRules:
         ]
         cycle_of = _find_cycles([part[:2] for part in parts])
         parts = [part for part in parts if cycle_of[part[0]] == cycle_of[part[1]]]
-        # A cycle at the beginnings of rules alone completes nothing of another row.
+        # A cycle of first symbols alone is left recursion, which completes no item of another row.
         growing = {cycle_of[head] for head, _, i, _ in parts if i}
         return _count_after(text for head, _, _, text in parts if cycle_of[head] in growing)
 
     def count_completions(self) -> int:
-        """Sum that MAX_COMPLETIONS bounds."""
+        """Count the completions that MAX_COMPLETIONS bounds."""
         texts_before = defaultdict[str, list[str]](list)
         for head, bodies in self.bodies.items():
             if head not in self._terminals:
@@ -136,7 +136,7 @@ class LarkRules:
         return total
 
     def _last_parts(self, body: list[str]) -> Iterator[tuple[int, str]]:
-        """Iterate over the parts of a body behind which nothing has to follow."""
+        """Iterate over the symbols of a body that only nullable symbols follow."""
         for i in range(len(body) - 1, -1, -1):
             if body[i] in self.bodies:
                 yield i, body[i]
@@ -278,7 +278,7 @@ class LarkRules:
             )
 
     def _read_bodies(self, scope: str) -> list[list[str]]:
-        """Read alternatives."""
+        """Read the alternatives of a rule or group."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self._unreadable()
@@ -416,8 +416,8 @@ def _tokens_of(text: str) -> Iterator[_Token]:
 
 
 def _count_after(texts: Iterable[str]) -> int:
-    """Maximum number of parts that follow the same place, by the symbols before them. Texts that
-    end at the same place have the same last character."""
+    """Maximum number of symbols that may follow at one place of an output, from the symbols before
+    them. Two texts can end at the same place only if they have the same last character."""
     counts = Counter(text[-1] if text[:1] == '"' else "" for text in texts)
     return counts.pop("", 0) + max(counts.values(), default=0)
 

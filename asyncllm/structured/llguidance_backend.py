@@ -45,7 +45,7 @@ _JSON_OPTIONS = {
 }
 
 _LARK_KINDS = ("grammar", "structural_tag")
-"""Kinds of specifications that become a grammar in Lark."""
+"""Kinds of specifications that are converted to a Lark grammar."""
 
 _NO_FORCING_LARK_STATEMENT = '%llguidance {"no_forcing": true}'
 """Lark statement that keeps llguidance from computing the text that a grammar forces."""

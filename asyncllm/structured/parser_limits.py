@@ -55,11 +55,11 @@ MAX_EARLEY_ITEMS_IF_AMBIGUOUS = 256
 0.3 ms. The time for an ambiguous grammar grows with the cube of the output's length."""
 
 MAX_RIGHT_RECURSIVE_PARTS = 16
-"""Maximum number of parts at the ends of rules that lead back to their rules, and that one row of
-the parser may wait for, such as the two last ``x`` of ``x: "a" x "b"? | "a" x | "c"``."""
+"""Maximum number of right-recursive symbols that one row of the Earley parser may wait for, such as
+the ``x`` in both alternatives of ``x: "a" x "b"? | "a" x | "c"``."""
 
 MAX_RIGHT_RECURSION_WORK = 5 * 10**8
-"""Maximum work to complete all rows of an output at once, as one token may under right recursion.
+"""Maximum work of one token that completes items of all rows, as right recursion allows.
 llguidance checks its limits only then. The maximum takes some 0.4 s on the thread that makes masks,
 without the GIL."""
 
