@@ -89,6 +89,29 @@ async def test_cached_grammars_are_bounded_by_their_memory(sized):
     assert [name for name in "abcdef" if compiler.find_cached(spec_of(name))] == ["d", "e", "f"]
 
 
+async def test_a_grammar_in_use_that_grows_drops_cached_ones(sized):
+    _, compiler = sized
+    used: list[Any] = []
+    done = threading.Semaphore(0)
+    for name in "abc":
+
+        def keep(grammar: Any, error: Any) -> None:
+            used.append(grammar.memory)
+            done.release()
+
+        compiler.submit(spec_of(name), keep, lambda: True)
+        assert done.acquire(timeout=10)
+    memory = used[2]
+    del used[:]
+    memory.bytes_per_token, memory.max_added_bytes = 2**20, LIMIT // 2
+    memory.num_accepted_tokens = LIMIT // 2**20
+    memory.record_mask(0.001, 0)  # Below a MiB.
+    assert len(compiler._memories) == 3
+    memory.record_mask(1.0, 0)
+    assert [name for name in "abc" if compiler.find_cached(spec_of(name))] == ["c"]
+    assert list(compiler._memories) == [memory]
+
+
 async def test_a_compile_waits_while_grammars_in_use_take_the_bound(sized):
     backends, compiler = sized
     used: list[Any] = []

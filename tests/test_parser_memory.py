@@ -13,7 +13,13 @@ import pytest
 from asyncllm.core import parser_memory
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_grammar import RequestGrammar
-from asyncllm.structured.grammar import MIN_QUICK_MASKS, MaskSpeed
+from asyncllm.structured.grammar import (
+    AUTOMATON_BYTES_PER_SECOND,
+    FREE_MASK_SECONDS_PER_TOKEN,
+    MIN_QUICK_MASKS,
+    GrammarMemoryBound,
+    MaskSpeed,
+)
 from tests.core_rig import Rig
 from tests.integrity import check_scheduler
 
@@ -23,11 +29,12 @@ BYTES_PER_TOKEN = 0.001 * parser_memory.PARSER_BYTES_PER_SECOND
 
 
 class LargeMatcher:
-    """Allows everything, and takes time to accept a token. Checks that it has accepted all tokens
-    of its output before it makes a mask."""
+    """Allows everything, and takes time to accept a token and to make a mask. Checks that it has
+    accepted all tokens of its output before it makes a mask."""
 
     seconds = SECONDS_PER_TOKEN
     slow_seconds = 0.0
+    mask_seconds = 0.0
 
     def __init__(self, rig: Rig, request: Request) -> None:
         self.rig = rig
@@ -44,6 +51,7 @@ class LargeMatcher:
 
     def bitmask(self) -> bytearray:
         assert self.accepted == list(self.request.output_token_ids)
+        self.rig.now += self.mask_seconds
         return bytearray(b"\xff" * 125 + bytes(3))
 
     def rollback(self, num_tokens: int) -> None:
@@ -57,6 +65,11 @@ class LargeMatcher:
 
     def release(self) -> None:
         self.is_released = True
+
+
+def automaton() -> GrammarMemoryBound:
+    """An automaton that may have grown by any size."""
+    return GrammarMemoryBound(0, 2**40, 2**40, num_accepted_tokens=1)
 
 
 class LargeRig(Rig):
@@ -78,7 +91,12 @@ class LargeRig(Rig):
             self.matchers.append(LargeMatcher(self, request))
             return self.matchers[-1]
 
-        return RequestGrammar(new_matcher, clock=self.clock, mask_speed=MaskSpeed(MIN_QUICK_MASKS))
+        return RequestGrammar(
+            new_matcher,
+            clock=self.clock,
+            mask_speed=MaskSpeed(MIN_QUICK_MASKS),
+            memory=automaton(),
+        )
 
     @property
     def num_parsers(self) -> int:
@@ -151,6 +169,73 @@ def test_one_goes_on_and_the_others_drop_their_parsers_and_slots(rig: LargeRig) 
         assert {one: one.num_output_tokens for one in at} == at
         rig.turn()
     assert rig.finish() == expected()
+
+
+def let_automata_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mask adds as many bytes as else a parser gains for a token."""
+    free = 1024 * FREE_MASK_SECONDS_PER_TOKEN
+    monkeypatch.setattr(
+        LargeMatcher, "mask_seconds", free + BYTES_PER_TOKEN / AUTOMATON_BYTES_PER_SECOND
+    )
+    monkeypatch.setattr(LargeMatcher, "seconds", 0.0)
+
+
+def test_one_output_goes_on_while_automata_take_the_memory(
+    rig: LargeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_automata_grow(monkeypatch)
+    rig.until_held()
+    (running,) = rig.going_on
+    at = {one: one.num_output_tokens for one in rig.held}
+    while not running.is_finished:
+        assert {one: one.num_output_tokens for one in at} == at
+        rig.turn()
+    assert rig.finish() == expected()
+    rig.turn()
+    memory = rig.core._mask_maker._parser_memory
+    assert (memory._automata, memory._large, memory._num_bytes) == ({}, {}, 0)
+
+
+def test_the_automata_of_held_outputs_count(rig: LargeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_automata_grow(monkeypatch)
+    rig.until_held()
+    (running,) = rig.going_on
+    memory = rig.core._mask_maker._parser_memory
+    num_bytes = memory._num_bytes
+    assert num_bytes > parser_memory.MAX_PARSER_BYTES
+    rig.core.on_abort(running.group)
+    rig.turn()
+    assert num_bytes / 2 < memory._num_bytes < num_bytes
+    assert len(rig.going_on) == 1
+    rig.large.remove(running)
+    assert all(len(tokens) == LENGTH for tokens in rig.finish())
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_an_automaton_of_several_outputs_counts_once(
+    rig: LargeRig, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    let_automata_grow(monkeypatch)
+    shared = automaton()
+    shared.max_added_bytes = int(share * parser_memory.MAX_PARSER_BYTES)
+    for one in rig.large:
+        one.structured_output.memory = shared  # pyright: ignore
+    max_held = 0
+    while not all(one.is_finished for one in rig.large):
+        rig.turn()
+        max_held = max(max_held, len(rig.held))
+    assert max_held == (NUM_SLOTS - 1 if share > 1 else 0)
+    assert rig.finish() == expected()
+
+
+def test_masks_of_usual_speed_add_nothing() -> None:
+    memory = automaton()
+    memory.record_mask(1024 * FREE_MASK_SECONDS_PER_TOKEN, 1024)
+    assert memory.automaton_bytes == 0
+    memory.record_mask(1.0, 0)
+    assert memory.automaton_bytes == AUTOMATON_BYTES_PER_SECOND
+    memory.max_added_bytes = 1000
+    assert memory.automaton_bytes == 1000
 
 
 def test_owners_take_turns(rig: LargeRig) -> None:

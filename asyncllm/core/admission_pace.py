@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from asyncllm.core.request import Request
 
-_MIN_ADMISSIONS = 4
+_MIN_ADMISSIONS = 2
 """Number of admissions of an owner that any step allows."""
 
 _ADMISSION_SECONDS = 0.0005
 """Time to admit and finish a request, without its tokens, on the engine thread and the event loop,
 which both hold the GIL."""
 
+_ADMISSION_SHARE = 0.5
+"""Time of an owner's admissions in a step, as a share of the step's time without them."""
+
 _TOKENS_PER_ADMISSION = 16
 """Number of prompt tokens, computed again for a further output, that count as an admission."""
 
 
 class AdmissionPace:
-    """Bounds a step's admissions of each owner, so that they take at most about the step's time.
+    """Bounds a step's admissions of each owner, so that they take at most about half its time.
 
     A request of 256 outputs, or of 256 prompts, has as few tokens as one long output, but the time
     of 256 requests. The other owners' requests wait for all admissions of a step. The bound is for
@@ -38,7 +41,7 @@ class AdmissionPace:
     @property
     def max_admissions(self) -> float:
         """Number of admissions of an owner in a step."""
-        return max(_MIN_ADMISSIONS, self._decode_seconds / _ADMISSION_SECONDS)
+        return max(_MIN_ADMISSIONS, self._decode_seconds * _ADMISSION_SHARE / _ADMISSION_SECONDS)
 
     def count(self, request: Request, num_tokens: int) -> bool:
         """Count an admission; returns whether the step may admit more of the request's owner.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncllm.core.request import OutputGrammar, Request, Status
 from asyncllm.owner_lines import OwnerLines
+from asyncllm.structured.grammar import GrammarMemoryBound
 
 FREE_ACCEPT_SECONDS = 60e-6
 """Average CPU seconds to accept a token up to which the parser of a running output does not count.
@@ -16,10 +17,10 @@ report its memory. It took 25 KiB for a token that took 335 microseconds, 13 KiB
 7.6 KiB for one of 57, 2.8 KiB for one of 34 on a faster processor, and 0.7 KiB for one of 6."""
 
 MIN_LARGE_PARSER_BYTES = 1 << 16
-"""Minimum estimated memory of a running output's parser that counts."""
+"""Minimum estimated memory that counts, of a running output's parser or of an automaton."""
 
 MAX_PARSER_BYTES = 96 << 20
-"""Maximum estimated memory of all parsers that count, before outputs are held back."""
+"""Maximum estimated memory of all parsers and automata that count, before outputs are held back."""
 
 MAX_UNREAD_PARSER_BYTES = 32 << 20
 """Maximum estimated memory of the parsers of streams under backpressure."""
@@ -30,12 +31,13 @@ class ParserMemory:
 
     An Earley parser keeps the items of all tokens until the output ends, up to 25 KiB a token. An
     output that has dropped its parser rebuilds it before its next mask, by replaying its tokens. So
-    dropping delays outputs, and changes no token.
+    dropping delays outputs, and changes no token. A grammar's automaton gains states for its
+    outputs' tokens, up to its own maximum, and keeps them as long as one of these outputs lives.
 
-    Beyond MAX_PARSER_BYTES, only one of the outputs with large parsers keeps running. The others
-    are held back: they drop their parsers and are paused. Held outputs resume in turns by owner.
-    The next one resumes once its parser fits into half of the maximum, or once no other output with
-    a large parser is running.
+    Beyond MAX_PARSER_BYTES, only one of the outputs with large parsers or automata keeps running.
+    The others are held back: they drop their parsers and are paused. Held outputs resume in turns
+    by owner. The next one resumes once its parser fits into half of the maximum, or once no other
+    output with a large parser or automaton is running.
 
     Beyond MAX_UNREAD_PARSER_BYTES, streams under backpressure drop their parsers, those paused
     first before others. They are held back once their readers catch up.
@@ -43,6 +45,7 @@ class ParserMemory:
 
     def __init__(self) -> None:
         self._large: dict[Request, OutputGrammar] = {}
+        self._automata: dict[Request, GrammarMemoryBound] = {}
         self._num_bytes = 0
         self._unread: dict[Request, int] = {}
         self._num_unread_bytes = 0
@@ -51,8 +54,11 @@ class ParserMemory:
         self._running: Request | None = None
 
     def count(self, request: Request, grammar: OutputGrammar) -> None:
-        """Count an output's parser from now on, if it is large."""
-        if grammar.excess_parser_bytes >= MIN_LARGE_PARSER_BYTES:
+        """Count an output's parser and its grammar's automaton from now on, if one is large."""
+        has_automaton = grammar.memory.automaton_bytes >= MIN_LARGE_PARSER_BYTES
+        if has_automaton:
+            self._automata[request] = grammar.memory
+        if has_automaton or grammar.excess_parser_bytes >= MIN_LARGE_PARSER_BYTES:
             self._large[request] = grammar
 
     def must_wait(self, request: Request) -> bool:
@@ -65,7 +71,7 @@ class ParserMemory:
 
     def hold(self, request: Request) -> None:
         """Hold back an output that has dropped its parser, until ``next_resumed`` returns it."""
-        self.forget(request)
+        self._forget_parser(request)
         self._held.push(request.owner, request)
         self._has_held = True
 
@@ -81,7 +87,12 @@ class ParserMemory:
         self._num_unread_bytes -= self._unread.pop(request, 0)
 
     def forget(self, request: Request) -> None:
-        """Stop counting an output that has ended or dropped its parser."""
+        """Stop counting an output that has ended."""
+        self._automata.pop(request, None)
+        self._forget_parser(request)
+
+    def _forget_parser(self, request: Request) -> None:
+        """Stop counting the parser of an output that has dropped it."""
         self._large.pop(request, None)
         self.discard_unread(request)
         if self._has_held:
@@ -99,7 +110,7 @@ class ParserMemory:
                 popped.append(request)
                 excess -= num_bytes
         for request in popped:
-            self.forget(request)
+            self._forget_parser(request)
         return popped
 
     def next_resumed(self) -> Request | None:
@@ -107,6 +118,7 @@ class ParserMemory:
         anew: call this until it returns None, in each turn of the engine's loop."""
         large = self._large
         self._num_bytes = sum(grammar.excess_parser_bytes for grammar in large.values())
+        self._num_bytes += sum(one.automaton_bytes for one in set(self._automata.values()))
         going_on = (one for one in large if one.status is not Status.PAUSED)
         self._running = next(going_on, None)
         while self._has_held and (request := self._held.peek()) is not None:
@@ -116,7 +128,7 @@ class ParserMemory:
             num_bytes = self._num_bytes + grammar.excess_parser_bytes
             if not is_unread and self._running is not None and num_bytes > MAX_PARSER_BYTES / 2:
                 return None
-            self.forget(request)
+            self._forget_parser(request)
             self._held.end_turn(request.owner)
             if not is_unread:  # Else it is held again once its reader catches up.
                 self.count(request, grammar)

@@ -21,6 +21,7 @@ from asyncllm.core.reasoning import ReasoningTracker
 from asyncllm.core.token_rules import TokenRules
 from asyncllm.outputs import FinishReason, TokenLogprobs, Usage
 from asyncllm.sampling_params import SamplingParams
+from asyncllm.structured.grammar import GrammarMemoryBound
 
 UNREACHABLE_NUM_TOKENS = sys.maxsize
 """Larger than any request's number of tokens; means "never" where a token count is expected."""
@@ -51,6 +52,7 @@ class OutputGrammar(Protocol):
 
     num_masks_ahead: int
     awaits_mask: bool
+    memory: GrammarMemoryBound
 
     @property
     def parser_bytes(self) -> int: ...

@@ -12,7 +12,7 @@ from asyncllm.core.mask_thread import GIL_YIELD_SECONDS, MaskResult
 from asyncllm.core.parser_memory import FREE_ACCEPT_SECONDS, PARSER_BYTES_PER_SECOND
 from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
-from asyncllm.structured.grammar import Grammar, GrammarMatcher, MaskSpeed
+from asyncllm.structured.grammar import Grammar, GrammarMatcher, GrammarMemoryBound, MaskSpeed
 
 if TYPE_CHECKING:
     from asyncllm.core.reasoning import ReasoningTracker
@@ -43,6 +43,8 @@ class RequestGrammar:
         clock: function that returns the calling thread's CPU seconds. By wall-clock time, a quick
             mask would count as slow on a busy machine.
         mask_speed: speed of the masks of all outputs under the same grammar.
+        memory: memory that all outputs under the same grammar share; of no grammar once the request
+            has ended.
         first_mask: the matcher's mask until it accepts a token; None afterwards, and if it is not
             known.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
@@ -64,6 +66,7 @@ class RequestGrammar:
     special_tokens: Collection[int] = ()
     clock: Callable[[], float] = time.thread_time
     mask_speed: MaskSpeed = field(default_factory=MaskSpeed)
+    memory: GrammarMemoryBound = field(default_factory=GrammarMemoryBound)
     first_mask: bytes | None = None
     _matcher: GrammarMatcher | None = field(init=False, default=None)
     accept_seconds: float = field(init=False, default=0.0)
@@ -93,6 +96,7 @@ class RequestGrammar:
             grammar.new_matcher,
             grammar.special_token_ids,
             mask_speed=grammar.mask_speed,
+            memory=grammar.memory,
             first_mask=grammar.first_mask,
         )
         if not grammar.mask_speed.is_known_quick:
@@ -154,7 +158,10 @@ class RequestGrammar:
     def _bitmask(self) -> bytearray:
         if self.first_mask is not None:
             return bytearray(self.first_mask)
-        return self.matcher.bitmask()
+        began = self.clock()
+        mask = self.matcher.bitmask()
+        self.memory.record_mask(self.clock() - began, 8 * len(mask))
+        return mask
 
     def _accept_grammar_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
         """Accept a stop token where the grammar cannot end. The mask allowed the token, so the
@@ -276,6 +283,7 @@ class RequestGrammar:
         """Free the grammar's state once the request has ended. If another thread is making a mask,
         the state is freed when that mask is done. Any thread may call this."""
         self.new_matcher = None
+        self.memory = GrammarMemoryBound()  # The compiler counts the grammar's while it is alive.
         if self.next_mask is None or self.next_mask.cancel():
             self._release_matcher()
         else:

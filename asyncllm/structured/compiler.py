@@ -341,6 +341,10 @@ class GrammarCompiler:
         own_bytes = sum(one.num_bytes for one, its in self._memories.items() if its == owner)
         return own_bytes * len(owners) < MAX_GRAMMAR_BYTES
 
+    def _trim_cache(self) -> None:
+        with self._lock:
+            self._evict_cached_grammars()
+
     def _evict_cached_grammars(self) -> None:
         while self._cache and self._num_grammar_bytes() > MAX_GRAMMAR_BYTES:
             self._cache.popitem(last=False)
@@ -426,6 +430,7 @@ class GrammarCompiler:
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._is_closed:
+                grammar.memory.on_growth = self._trim_cache
                 self._memories[grammar.memory] = owner
                 self._cache[job.spec] = grammar
                 self._cache.move_to_end(job.spec)

@@ -14,6 +14,14 @@ MIN_QUICK_MASKS = 256
 delays a step at most once per this many tokens."""
 
 
+AUTOMATON_BYTES_PER_SECOND = 128 * 2**20
+"""Estimated bytes that a shared automaton gains per CPU second of slow masks. Expressions made to
+grow gained 11 to 64 MiB, and the allocator keeps up to as much of automata that were freed."""
+
+FREE_MASK_SECONDS_PER_TOKEN = 20e-9
+"""CPU seconds per token of the vocabulary up to which a mask adds nothing to an automaton."""
+
+
 class GrammarError(Exception):
     """Error for a grammar that a backend cannot compile.
 
@@ -80,6 +88,10 @@ class GrammarMemoryBound:
         bytes_per_token: bytes that each accepted token may add to the shared automaton.
         max_added_bytes: maximum number of bytes that all tokens may add.
         num_accepted_tokens: number of accepted tokens, of all outputs.
+        slow_mask_seconds: CPU seconds of masks, of all outputs, beyond what a mask takes that adds
+            nothing to the shared automaton.
+        on_growth: function that is called for each MiB that the shared automaton gains, on the
+            thread that makes the mask.
         is_exhausted: whether the shared automaton is at its limit, so that no output can begin.
     """
 
@@ -87,13 +99,31 @@ class GrammarMemoryBound:
     bytes_per_token: int = 0
     max_added_bytes: int = 0
     num_accepted_tokens: int = 0
+    slow_mask_seconds: float = 0.0
     is_exhausted: bool = False
+    on_growth: Callable[[], None] | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.compiled_bytes + min(
-            self.num_accepted_tokens * self.bytes_per_token, self.max_added_bytes
-        )
+        return self.compiled_bytes + self._max_automaton_bytes
+
+    @property
+    def automaton_bytes(self) -> int:
+        """Estimate of the bytes that all tokens have added, closer than ``num_bytes``. It depends
+        on the processor's speed."""
+        num_bytes = int(self.slow_mask_seconds * AUTOMATON_BYTES_PER_SECOND)
+        return min(num_bytes, self._max_automaton_bytes)
+
+    @property
+    def _max_automaton_bytes(self) -> int:
+        return min(self.num_accepted_tokens * self.bytes_per_token, self.max_added_bytes)
+
+    def record_mask(self, seconds: float, vocab_size: int) -> None:
+        """Record the CPU seconds of a mask of ``vocab_size`` tokens."""
+        num_bytes = self.automaton_bytes
+        self.slow_mask_seconds += max(0.0, seconds - vocab_size * FREE_MASK_SECONDS_PER_TOKEN)
+        if self.on_growth is not None and self.automaton_bytes >> 20 > num_bytes >> 20:
+            self.on_growth()
 
 
 @dataclass(slots=True, eq=False)
