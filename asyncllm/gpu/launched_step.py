@@ -42,8 +42,8 @@ class LaunchedStep:
             new token.
         num_logits: number of sampled rows whose logits are computed. Unless a device has the
             batch, they come first; every other row takes the token of its largest logit.
-        num_processed: number of sampled rows whose logits are processed before sampling, without
-            grammar masks. They come first among those with logits.
+        num_processed: number of sampled rows whose logits a recorded step processes before
+            sampling. They come first among those with logits.
         is_reordered: whether ``rows`` is not in the order of the batch.
         epochs: ``[S]``, epoch of each request index.
         row_stages: ``[S]``, SamplingStages of each sampled row.
@@ -147,6 +147,14 @@ class LaunchedStep:
         """Maps row indices of the batch to indices within the sampled rows."""
         place_of = {row: place for place, row in enumerate(self.rows.tolist())}
         return [place_of[row] for row in rows]
+
+    def write_masks(self) -> None:
+        """Writes the grammar masks to the buffer, and adds the failures of rows whose mask has a
+        wrong length."""
+        if self.masks is not None:
+            errors = self.buffer.grammar_masks.set_masks(self.masks_by_sampled_index())
+            self.failures |= {int(self.rows[place]): error for place, error in errors.items()}
+            self.stages |= SamplingStages.MASKS
 
     def masks_by_sampled_index(self) -> dict[int, bytes]:
         """Grammar masks, keyed by the row's index within the sampled rows."""

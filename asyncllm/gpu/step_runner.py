@@ -112,10 +112,7 @@ class StepRunner:
 
     def sample(self, step: LaunchedStep) -> None:
         """Queues the sampling of a step that no longer awaits masks."""
-        if step.masks is not None:
-            errors = step.buffer.grammar_masks.set_masks(step.masks_by_sampled_index())
-            step.failures |= {int(step.rows[place]): error for place, error in errors.items()}
-            step.stages |= SamplingStages.MASKS
+        step.write_masks()
         self.stream.run(partial(self._sample_rows, step))
         step.event, step.is_sampling_queued = self.stream.record_event(), True
 
@@ -125,8 +122,9 @@ class StepRunner:
         if not step.is_sampling_queued:
             if step.batch.prompt_logprobs:
                 self._keep_hidden_states(step)
-            self._prepare_sampling(step)
-            self.sample(step)
+            if not self.stream.sample(step):
+                self._prepare_sampling(step)
+                self.sample(step)
         output = step.read_sample_output()
         if step.host_rows is not None or step.prompt_hidden is not None:
             with self.stream.use_side_stream():
@@ -185,6 +183,8 @@ class StepRunner:
         if forward_pass.is_recorded:
             stages = state.stages[step.req_indices]
             is_processed = stages & LOGITS_PROCESSING_STAGES.value != 0
+            if step.batch.masked_rows:
+                is_processed[step.sampled_indices_of(step.batch.masked_rows)] = True
         if forward_pass.finds_greedy_tokens:
             needs_logits = state.needs_logits[step.req_indices]
             if step.batch.masked_rows:

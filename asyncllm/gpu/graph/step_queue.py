@@ -34,10 +34,11 @@ class _Job(HostBuffer):
     Attributes:
         args: arguments for the library's thread, which copies the step's inputs into the program's
             buffer, runs the program, samples, and writes the tokens to the persistent batch.
-        processing_stages: logits-processing stages that ``args`` has the tables of.
+        processing_stages: logits-processing stages that ``args`` has the tables of; None before
+            the first step with processed logits.
     """
 
-    processing_stages = SamplingStages.NONE
+    processing_stages: SamplingStages | None = None
 
     def __init__(self, recorded_step: RecordedStep, memory: StepMemory, sampler: Sampler) -> None:
         own, token_ids = memory.buffer, sampler.input_batch.token_ids
@@ -78,6 +79,15 @@ class _Job(HostBuffer):
             top = self.logprobs
             args.top = top.values.shape[1] - 1
             args.top_values, args.top_ids = top.values.data_ptr(), top.ids.data_ptr()
+
+    def set_masks(self, step: LaunchedStep) -> None:
+        """Sets the arguments for the step's grammar masks, which it has in this buffer."""
+        args = self.args.process
+        args.mask_slots = args.mask_words = None
+        if step.masks is not None:
+            masks = self.grammar_masks
+            args.mask_slots, args.mask_words = masks.slots.data_ptr(), masks.words.data_ptr()
+            args.num_masks = len(masks.words)
 
     def set_block_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.args.num_block_copies = len(pairs)
@@ -138,7 +148,7 @@ class StepQueue(DeviceStream):
 
         The step's rows are sampled too, unless some await masks or need the host, or the step has
         prompt log-probabilities. Otherwise it stops at the logits, and no step may be submitted
-        behind it until the caller has sampled it.
+        behind it until ``sample`` or the caller has sampled it.
 
         Raises:
             RuntimeError: the process is a forked child.
@@ -153,7 +163,7 @@ class StepQueue(DeviceStream):
             or batch.prompt_logprobs
             or self._sampler.any_row_needs_host(step.req_indices)
         )
-        if step.is_sampling_queued and step.row_stages.any():
+        if step.is_sampling_queued:
             self._prepare_stages(step, job)
         job.set_sizes(step)
         job.set_block_copies(batch.block_copies)
@@ -164,13 +174,35 @@ class StepQueue(DeviceStream):
             raise_for_status("submit", status)
         self._last_job = job
 
+    def sample(self, step: LaunchedStep) -> bool:
+        """Samples a step that has stopped at the logits, once it awaits no masks; returns False if
+        a row needs the host.
+
+        Raises:
+            RuntimeError, MemoryError: sampling failed.
+        """
+        job = step.buffer
+        assert isinstance(job, _Job)
+        if self._sampler.any_row_needs_host(step.req_indices):
+            return False
+        step.write_masks()
+        step.is_sampling_queued = True
+        self._prepare_stages(step, job)
+        job.set_sizes(step)
+        context = self.recorded_step.program.context
+        context.call("sample_job", job.args)
+        return True
+
     def _prepare_stages(self, step: LaunchedStep, job: _Job) -> None:
         """Sets the stages of a step that its job samples, and the job's arguments for them."""
-        step.stages = SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
+        if step.row_stages.any():
+            step.stages |= SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
         if step.stages & SamplingStages.LOGPROBS:
             step.row_logprobs = self._sampler.state.logprobs[step.req_indices]
+        if not step.num_processed:
+            return
         tables = self._memory.tables.allocated_stages
-        if step.num_processed and job.processing_stages != tables:
+        if job.processing_stages != tables:
             logits, job.processing_stages = self.recorded_step.logits, tables
             rows = self._memory.sampling_rows(len(logits))
             args = process_logits_args(logits, rows, tables, self._processed_logits)
@@ -179,6 +211,7 @@ class StepQueue(DeviceStream):
             args.num_prompt_tokens = batch.num_prompt_tokens.ctypes.data
             args.token_ids, args.max_tokens = job.args.table, job.args.table_width
             job.args.process, job.args.rows_per_turn = args, len(self._processed_logits)
+        job.set_masks(step)
 
     def wait(self, step: LaunchedStep) -> None:
         """Waits for a submitted step, whose output is valid until the next one is submitted.

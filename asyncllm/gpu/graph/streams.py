@@ -49,6 +49,11 @@ class DeviceStream:
         """
         raise NotImplementedError(f"{type(self).__name__} runs no recorded steps")
 
+    def sample(self, step: LaunchedStep) -> bool:
+        """Samples a recorded step that has stopped at the logits; returns False if the caller has
+        to sample it, with ``run``."""
+        return False
+
     def run(self, work: Callable[[], None]) -> None:
         """Queues one piece of a step's work."""
         work()

@@ -544,6 +544,9 @@ int32_t asyncllm_run(Context*, const Program*, const int64_t* sizes, int64_t* fa
 int32_t asyncllm_submit(Context*, Job*);
 // Runs a job on the calling thread; no job may be queued.
 int32_t asyncllm_run_job(Context*, Job*);
+// Samples from the logits of a job that has ended, and writes its tokens, on the calling thread; no
+// job may be queued.
+int32_t asyncllm_sample_job(Context*, const Job*);
 // Waits until a job has ended.
 int32_t asyncllm_wait(Context*, const Job*);
 

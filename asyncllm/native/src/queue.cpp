@@ -43,6 +43,7 @@ int32_t sample_rows(Context* context, const Job& job) {
     process.req_indices += rows;
     process.positions += rows;
     process.host_token_ids += rows;
+    if (process.mask_slots) process.mask_slots += rows;
   };
   draw.logits = process.out;
   draw.row_stride = process.vocab_size;
@@ -75,19 +76,23 @@ void copy_blocks(Context* context, const Job& job) {
   });
 }
 
-int32_t run_job(Context* context, Job* job) {
-  memcpy(job->to, job->from, job->bytes);
-  if (job->num_block_copies) copy_blocks(context, *job);
-  int32_t status = asyncllm_run(context, job->program, job->sizes, &job->failed);
+int32_t sample_job(Context* context, const Job* job) {
   const SampleArgs& draw = job->draw;
-  if (!status && draw.rows) status = sample_rows(context, *job);
+  int32_t status = draw.rows ? sample_rows(context, *job) : STATUS_OK;
   if (!status && job->top_rows)
     status = asyncllm_top_logprobs(context, draw.logits, draw.row_stride, job->top_rows,
                                    draw.vocab_size, draw.dtype, draw.out, job->top,
                                    job->top_values, job->top_ids);
   if (status || !job->num_tokens) return status;
-  memcpy(job->tokens + job->draw.rows, job->greedy, job->sizes[SIZE_GREEDY] * sizeof(int64_t));
+  memcpy(job->tokens + draw.rows, job->greedy, job->sizes[SIZE_GREEDY] * sizeof(int64_t));
   return keep_tokens(*job);
+}
+
+int32_t run_job(Context* context, Job* job) {
+  memcpy(job->to, job->from, job->bytes);
+  if (job->num_block_copies) copy_blocks(context, *job);
+  int32_t status = asyncllm_run(context, job->program, job->sizes, &job->failed);
+  return status ? status : sample_job(context, job);
 }
 
 bool is_valid(const Job& j) {
@@ -168,6 +173,11 @@ API int32_t asyncllm_submit(Context* context, Job* job) {
 API int32_t asyncllm_run_job(Context* context, Job* job) {
   if (!is_open(context)) return STATUS_CLOSED;
   return job->status = is_valid(*job) ? run_job(context, job) : STATUS_INVALID;
+}
+
+API int32_t asyncllm_sample_job(Context* context, const Job* job) {
+  if (!is_open(context)) return STATUS_CLOSED;
+  return is_valid(*job) ? sample_job(context, job) : STATUS_INVALID;
 }
 
 API int32_t asyncllm_wait(Context* context, const Job* job) {
