@@ -9,6 +9,7 @@ import torch
 
 from asyncllm.core.batch import StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
+from asyncllm.gpu.graph import step_queue
 from asyncllm.gpu.graph.step_queue import StepQueue
 from asyncllm.gpu.launched_step import LaunchedStep
 from asyncllm.gpu.model_runner import ModelRunner
@@ -255,6 +256,47 @@ def test_forward_pass_overlaps_mask_making():
     assert [seq.outputs for seq in found] == [seq.outputs for seq in expected]
     assert submitted == [False] * 6
     assert all(token in allowed[(at + 30) % 9] for at, token in enumerate(found[1].outputs))
+
+
+@pytest.mark.parametrize("rows_per_turn", [1, 3, 100])
+@pytest.mark.parametrize("asked", [*ALONE, "prompt logprobs"])
+def test_the_library_samples_rows_under_masks(asked, rows_per_turn, monkeypatch):
+    """Beside rows without masks, with bad words, and with prompt log-probabilities."""
+    monkeypatch.setattr(step_queue, "_PROCESSED_LOGITS_PER_THREAD", rows_per_turn * 128)
+    decoder = make_decoder(QWEN3)
+    params = ALONE.get(asked) or [replace(GREEDY, prompt_logprobs=2), DRAWN, GREEDY, PENALISED]
+
+    def third(tokens: list[int]) -> bytes:
+        """A mask that is a step late, or of another row, is wrong."""
+        return packed(range((len(tokens) + tokens[0]) % 3, 128, 3), 128)
+
+    def run(runner: ModelRunner, depth: int) -> list[Sequence]:
+        driver = Driver(runner)
+        words = [(first, second) for first in range(0, 128, 2) for second in range(0, 128, 5)]
+        seqs = [
+            driver.add(
+                PROMPTS[i % 4], 6 + i, params[i % 4], mask=third if i % 3 else None,
+                bad_words=words if i % 2 else (),
+            )
+            for i in range(6)
+        ]  # fmt: skip
+        driver.run(seqs, chunk=7, depth=depth)
+        for i, seq in enumerate(seqs):
+            sums = [at + seq.tokens[0] - token for at, token in enumerate(seq.tokens)]
+            assert all(one % 3 == 0 for one in sums[len(seq.prompt) :]) == bool(i % 3)
+        return seqs
+
+    def found(seqs: list[Sequence]):
+        return [(seq.outputs, seq.logprobs, seq.prompt_logprobs, seq.error) for seq in seqs]
+
+    expected = found(run(op_by_op(make_runner(decoder)), 1))
+    runner = ahead(decoder)
+
+    def sample(step: LaunchedStep) -> None:
+        pytest.fail("the host samples a step")
+
+    monkeypatch.setattr(state_of(runner), "sample", sample)
+    assert found(run(runner, 2)) == expected
 
 
 def test_a_row_without_numbers_fails_alone():
