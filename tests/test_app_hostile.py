@@ -740,6 +740,10 @@ async def test_owners_have_turns_for_memory(monkeypatch):
             assert owners == {name: {owner} for name in ("bodies", "logprobs", "chunks")}
             owners.clear()
             assert (await client.post("/v1/responses", json=request)).status_code == 200
+            assert owners == {name: {owner} for name in ("bodies", "logprobs")}
+            owners.clear()
+            streamed = {**request, "stream": True}
+            assert (await client.post("/v1/responses", json=streamed)).status_code == 200
             assert owners == {name: {owner} for name in ("bodies", "logprobs", "chunks")}
         owners.clear()
         upgrade = UPGRADE.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer b\r\n\r\n")

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import pytest
 
-from asyncllm import RequestError
+from asyncllm import AsyncLLMEngine, RequestError
 from asyncllm.serving.response_input import items_to_messages
 from asyncllm.serving.response_store import (
     Conversation,
@@ -16,6 +16,7 @@ from asyncllm.serving.response_store import (
     SharedResponseBytes,
     StoredResponse,
 )
+from asyncllm.serving.token_logprobs import LogprobFormatter
 from asyncllm.testing import fake_engine
 from tests.app_clients import app_client, served_app
 from tests.fakes import fake
@@ -47,6 +48,30 @@ def same(response):
     items = [{**item, "id": None, "call_id": None} for item in response["output"]]
     response = {key: value for key, value in response.items() if key not in changing}
     return {**response, "output": items}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_whole_answers_write_log_probabilities_once(monkeypatch, streams):
+    """Streamed ones also write them with each delta."""
+    formatted = []
+    format_logprobs = LogprobFormatter.format
+
+    def counted(self, token_logprobs):
+        formatted.append(len(token_logprobs))
+        return format_logprobs(self, token_logprobs)
+
+    monkeypatch.setattr(LogprobFormatter, "format", counted)
+    fields = {"top_logprobs": 2, "include": ["message.output_text.logprobs"], "stream": streams}
+    fields |= {"max_output_tokens": 7, "seed": 1}
+    async with app_client(AsyncLLMEngine(num_blocks=64)) as client:
+        response = await respond(client, **fields)
+        whole = events_of(response)[-1]["response"] if streams else response.json()
+        (message,) = whole["output"]
+        (part,) = message["content"]
+        logprobs = part["logprobs"]
+        assert b"".join(bytes(one["bytes"]) for one in logprobs).decode() == part["text"]
+        assert all(len(one["top_logprobs"]) == 2 for one in logprobs)
+        assert sum(formatted) == (1 + streams) * len(logprobs)
 
 
 async def test_the_three_ways_tell_the_same():

@@ -43,6 +43,8 @@ class ResponseEvents:
         num_repeated_bytes: bytes of the request's fields, which the longest events repeat.
         should_generate: whether tokens are generated; false for a request that only fills the
             prefix cache.
+        has_delta_logprobs: whether events of new text have their log-probabilities; false where
+            nobody reads these events.
         response_json: JSON of the response once it has ended; empty before.
     """
 
@@ -56,6 +58,7 @@ class ResponseEvents:
         self.num_tokens = 0
         self.num_repeated_bytes = response.num_repeated_bytes
         self.should_generate = request.should_generate
+        self.has_delta_logprobs = True
         self._final_response_json = b""
         self._logprobs_json = b""
         self._num_written_logprobs_bytes = 0
@@ -210,6 +213,9 @@ class ResponseEvents:
             return
         self._message_item.texts.append(text)
         self._message_item.logprobs += logprobs
+        if not self.has_delta_logprobs:
+            self._num_written_logprobs_bytes += num_logprobs_bytes(logprobs, BYTES_PER_ENTRY)
+            return
         logprobs_json = self._encode_logprobs(logprobs)
         if logprobs:
             self._num_written_logprobs_bytes += len(logprobs_json.encode())

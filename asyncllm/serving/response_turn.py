@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Self
 
 import anyio
 
+from asyncllm.outputs import Delta
 from asyncllm.serving.byte_budget import RATE_CHECK_SECONDS, ByteClaim
 from asyncllm.serving.client import Client
 from asyncllm.serving.response_events import ResponseEvent, ResponseEvents
@@ -137,10 +139,13 @@ class ResponseTurn:
             lambda: list(events), num_bytes + self.events.num_logprobs_bytes, self._client
         )
 
-    async def run(self, send: SendEvents, *, before_end: Callable[[], None] = lambda: None) -> None:
+    async def run(
+        self, send: SendEvents | None, *, before_end: Callable[[], None] = lambda: None
+    ) -> None:
         """Send the events after ``created``, and store the response.
 
         Args:
+            send: sends events; None if the answer is only the whole response.
             before_end: called before the last events are sent, because the next request may arrive
                 while they are being sent.
 
@@ -148,20 +153,12 @@ class ResponseTurn:
             AsyncLLMError: if the request failed; or any error of ``send``.
         """
         events, pacer = self.events, self._server_context.frame_pacer
-        should_generate = events.should_generate
+        events.has_delta_logprobs = send is not None
         self.stream._drop_read_output()  # ``events`` has what the last events repeat.
         self.stream._drop_prompt()
         async for delta in self.stream:
-            if should_generate:
-                num_bytes = num_logprobs_bytes(delta.logprobs, BYTES_PER_ENTRY)
-                if num_bytes < MIN_WORKER_JSON_BYTES:
-                    await send(events.delta_events(delta))
-                else:  # Many tokens are merged where the client reads slowly.
-                    make_events = partial(list, events.delta_events(delta))
-                    async with self._server_context.claimed_chunk(
-                        make_events, _count_bytes, num_bytes, self._client
-                    ) as delta_events:
-                        await send(delta_events)
+            if events.should_generate:
+                await self._send_delta(send, delta)
                 if delta.finish_reason is None and (pause := pacer.pause_seconds) > 0:
                     # Tokens that arrive meanwhile are merged into one event.
                     await anyio.sleep(pause)
@@ -172,6 +169,8 @@ class ResponseTurn:
             )
             self._store_response()
             before_end()
+            if send is None:
+                return
             if not events.num_logprobs_bytes:
                 await send(final_events)
                 return
@@ -182,6 +181,20 @@ class ResponseTurn:
             async with context.claimed_logprobs_bytes(num_bytes, self._client.owner):
                 await context.run_json_job(events.encode_logprobs, num_bytes, self._client)
                 await self._send_with_logprobs(send, final_events)
+
+    async def _send_delta(self, send: SendEvents | None, delta: Delta) -> None:
+        """Send the events of a delta; long ones are made on the worker thread."""
+        events = self.events.delta_events(delta)
+        num_bytes = num_logprobs_bytes(delta.logprobs, BYTES_PER_ENTRY)
+        if send is None:
+            deque(events, maxlen=0)
+        elif num_bytes < MIN_WORKER_JSON_BYTES:
+            await send(events)
+        else:  # Many tokens are merged where the client reads slowly.
+            async with self._server_context.claimed_chunk(
+                partial(list, events), _count_bytes, num_bytes, self._client
+            ) as delta_events:
+                await send(delta_events)
 
     def _store_response(self) -> None:
         """Store the response. Only the store refers to it afterwards, and frees it when it drops

@@ -36,7 +36,7 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
             await _send_events(server_context, exchange, turn)
             return
         async with abort_on_disconnect(exchange, [turn.stream]):
-            await turn.run(_drop_events)
+            await turn.run(None)
         if turn.stream.finish_reason == "abort":
             raise aborted_error()
         # ``respond`` claims memory for the whole answer, whose JSON repeats the request.
@@ -44,11 +44,6 @@ async def create_response(server_context: ServingContext, exchange: Exchange) ->
         await exchange.respond(200, turn.events.response_json)
     finally:
         turn.release()
-
-
-async def _drop_events(events: Iterable[ResponseEvent]) -> None:
-    for _ in events:
-        pass
 
 
 async def _send_events(
