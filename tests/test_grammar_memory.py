@@ -105,9 +105,9 @@ async def test_a_grammar_in_use_that_grows_drops_cached_ones(sized):
     del used[:]
     memory.bytes_per_token, memory.max_added_bytes = 2**20, LIMIT // 2
     memory.num_accepted_tokens = LIMIT // 2**20
-    memory.record_mask(0.001, 0)  # Below a MiB.
+    memory.record_mask(0.001)  # Below a MiB.
     assert len(compiler._memories) == 3
-    memory.record_mask(1.0, 0)
+    memory.record_mask(1.0)
     assert [name for name in "abc" if compiler.find_cached(spec_of(name))] == ["c"]
     assert list(compiler._memories) == [memory]
 

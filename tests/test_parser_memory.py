@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from asyncllm.core import parser_memory
+from asyncllm.core.parser_memory import ParserMemory
 from asyncllm.core.request import Request, Status
 from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.structured.grammar import (
@@ -229,13 +230,23 @@ def test_an_automaton_of_several_outputs_counts_once(
 
 
 def test_masks_of_usual_speed_add_nothing() -> None:
-    memory = automaton()
-    memory.record_mask(1024 * FREE_MASK_SECONDS_PER_TOKEN, 1024)
-    assert memory.automaton_bytes == 0
-    memory.record_mask(1.0, 0)
-    assert memory.automaton_bytes == AUTOMATON_BYTES_PER_SECOND
-    memory.max_added_bytes = 1000
-    assert memory.automaton_bytes == 1000
+    """An output of a grammar whose automaton others have filled is not held back."""
+    rig = LargeRig()
+    with mock.patch.object(LargeMatcher, "mask_seconds", 1024 * FREE_MASK_SECONDS_PER_TOKEN):
+        with mock.patch.object(LargeMatcher, "seconds", 0.0):
+            rig.turn()
+    grammar = rig.large[0].structured_output
+    assert isinstance(grammar, RequestGrammar)
+    assert grammar.memory.automaton_bytes == grammar.added_automaton_bytes == 0
+    grammar.memory.record_mask(1.0)
+    memory = ParserMemory()
+    memory.count(rig.large[0], grammar)
+    assert memory.next_resumed() is None
+    assert memory._num_bytes == AUTOMATON_BYTES_PER_SECOND > parser_memory.MAX_PARSER_BYTES
+    assert not memory.must_wait(rig.large[0])
+    grammar.memory.max_added_bytes = 1000
+    assert grammar.memory.automaton_bytes == 1000
+    rig.core._mask_maker.close()
 
 
 def test_owners_take_turns(rig: LargeRig) -> None:

@@ -33,11 +33,12 @@ class ParserMemory:
     output that has dropped its parser rebuilds it before its next mask, by replaying its tokens. So
     dropping delays outputs, and changes no token. A grammar's automaton gains states for its
     outputs' tokens, up to its own maximum, and keeps them as long as one of these outputs lives.
+    A usual grammar's automaton has most of its states after a few outputs.
 
-    Beyond MAX_PARSER_BYTES, only one of the outputs with large parsers or automata keeps running.
-    The others are held back: they drop their parsers and are paused. Held outputs resume in turns
-    by owner. The next one resumes once its parser fits into half of the maximum, or once no other
-    output with a large parser or automaton is running.
+    Beyond MAX_PARSER_BYTES, only one output with a large parser, or that has added much to an
+    automaton, keeps running. The others are held back: they drop their parsers and are paused. Held
+    outputs resume in turns by owner. The next one resumes once its parser fits into half of the
+    maximum, or once no other such output is running.
 
     Beyond MAX_UNREAD_PARSER_BYTES, streams under backpressure drop their parsers, those paused
     first before others. They are held back once their readers catch up.
@@ -54,11 +55,11 @@ class ParserMemory:
         self._running: Request | None = None
 
     def count(self, request: Request, grammar: OutputGrammar) -> None:
-        """Count an output's parser and its grammar's automaton from now on, if one is large."""
-        has_automaton = grammar.memory.automaton_bytes >= MIN_LARGE_PARSER_BYTES
-        if has_automaton:
+        """Count an output's parser and its grammar's automaton from now on, if they are large."""
+        if grammar.memory.automaton_bytes >= MIN_LARGE_PARSER_BYTES:
             self._automata[request] = grammar.memory
-        if has_automaton or grammar.excess_parser_bytes >= MIN_LARGE_PARSER_BYTES:
+        own_bytes = max(grammar.excess_parser_bytes, grammar.added_automaton_bytes)
+        if own_bytes >= MIN_LARGE_PARSER_BYTES:
             self._large[request] = grammar
 
     def must_wait(self, request: Request) -> bool:

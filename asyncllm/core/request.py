@@ -61,6 +61,9 @@ class OutputGrammar(Protocol):
     def excess_parser_bytes(self) -> int: ...
 
     @property
+    def added_automaton_bytes(self) -> int: ...
+
+    @property
     def is_held(self) -> bool: ...
 
     def advance(

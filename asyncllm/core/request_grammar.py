@@ -12,7 +12,14 @@ from asyncllm.core.mask_thread import GIL_YIELD_SECONDS, MaskResult
 from asyncllm.core.parser_memory import FREE_ACCEPT_SECONDS, PARSER_BYTES_PER_SECOND
 from asyncllm.errors import RequestError
 from asyncllm.outputs import FinishReason
-from asyncllm.structured.grammar import Grammar, GrammarMatcher, GrammarMemoryBound, MaskSpeed
+from asyncllm.structured.grammar import (
+    FREE_MASK_SECONDS_PER_TOKEN,
+    Grammar,
+    GrammarMatcher,
+    GrammarMemoryBound,
+    MaskSpeed,
+    automaton_bytes,
+)
 
 if TYPE_CHECKING:
     from asyncllm.core.reasoning import ReasoningTracker
@@ -72,6 +79,7 @@ class RequestGrammar:
     accept_seconds: float = field(init=False, default=0.0)
     _all_accept_seconds: float = field(init=False, default=0.0)
     _num_accepted_tokens: int = field(init=False, default=0)
+    _slow_mask_seconds: float = field(init=False, default=0.0)
     num_tokens_to_replay: int = field(init=False, default=0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
@@ -160,7 +168,10 @@ class RequestGrammar:
             return bytearray(self.first_mask)
         began = self.clock()
         mask = self.matcher.bitmask()
-        self.memory.record_mask(self.clock() - began, 8 * len(mask))
+        slow_seconds = self.clock() - began - 8 * len(mask) * FREE_MASK_SECONDS_PER_TOKEN
+        if slow_seconds > 0:
+            self._slow_mask_seconds += slow_seconds
+            self.memory.record_mask(slow_seconds)
         return mask
 
     def _accept_grammar_stop_token(self, request: Request, token_id: int) -> FinishReason | None:
@@ -273,6 +284,11 @@ class RequestGrammar:
         """Estimated memory of the matcher, beyond what parsers of usual grammars take."""
         free_seconds = self._num_accepted_tokens * FREE_ACCEPT_SECONDS
         return int(max(0.0, self._all_accept_seconds - free_seconds) * PARSER_BYTES_PER_SECOND)
+
+    @property
+    def added_automaton_bytes(self) -> int:
+        """Estimated bytes that this output's masks have added to the grammar's automaton."""
+        return automaton_bytes(self._slow_mask_seconds)
 
     @property
     def is_held(self) -> bool:

@@ -18,8 +18,13 @@ AUTOMATON_BYTES_PER_SECOND = 128 * 2**20
 """Estimated bytes that a shared automaton gains per CPU second of slow masks. Expressions made to
 grow gained 11 to 64 MiB, and the allocator keeps up to as much of automata that were freed."""
 
-FREE_MASK_SECONDS_PER_TOKEN = 20e-9
+FREE_MASK_SECONDS_PER_TOKEN = 40e-9
 """CPU seconds per token of the vocabulary up to which a mask adds nothing to an automaton."""
+
+
+def automaton_bytes(slow_mask_seconds: float) -> int:
+    """Estimate of the bytes that an automaton gains by masks."""
+    return int(slow_mask_seconds * AUTOMATON_BYTES_PER_SECOND)
 
 
 class GrammarError(Exception):
@@ -111,17 +116,16 @@ class GrammarMemoryBound:
     def automaton_bytes(self) -> int:
         """Estimate of the bytes that all tokens have added, closer than ``num_bytes``. It depends
         on the processor's speed."""
-        num_bytes = int(self.slow_mask_seconds * AUTOMATON_BYTES_PER_SECOND)
-        return min(num_bytes, self._max_automaton_bytes)
+        return min(automaton_bytes(self.slow_mask_seconds), self._max_automaton_bytes)
 
     @property
     def _max_automaton_bytes(self) -> int:
         return min(self.num_accepted_tokens * self.bytes_per_token, self.max_added_bytes)
 
-    def record_mask(self, seconds: float, vocab_size: int) -> None:
-        """Record the CPU seconds of a mask of ``vocab_size`` tokens."""
+    def record_mask(self, slow_seconds: float) -> None:
+        """Record a mask: its part of ``slow_mask_seconds``."""
         num_bytes = self.automaton_bytes
-        self.slow_mask_seconds += max(0.0, seconds - vocab_size * FREE_MASK_SECONDS_PER_TOKEN)
+        self.slow_mask_seconds += slow_seconds
         if self.on_growth is not None and self.automaton_bytes >> 20 > num_bytes >> 20:
             self.on_growth()
 
