@@ -74,12 +74,12 @@ def automaton() -> GrammarMemoryBound:
 
 
 class LargeRig(Rig):
-    """Outputs with large parsers, of two owners, fill all slots."""
+    """Outputs with large parsers fill all slots."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, owners: str = "aaaa", **limits: Any) -> None:
         super().__init__(max_queued_requests=20, max_num_seqs=NUM_SLOTS, **limits)
         self.matchers: list[LargeMatcher] = []
-        self.large = [self.make_large(f"large {i}", "ab"[i // 3]) for i in range(NUM_SLOTS)]
+        self.large = [self.make_large(f"large {i}", owner) for i, owner in enumerate(owners)]
 
     def make_large(self, name: str, owner: str, **options: Any) -> Request:
         request = self.group(LENGTH, name=name, **options).members[0]
@@ -172,12 +172,11 @@ def test_one_goes_on_and_the_others_drop_their_parsers_and_slots(rig: LargeRig) 
     assert rig.finish() == expected()
 
 
-def let_automata_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mask adds as many bytes as else a parser gains for a token."""
-    free = 1024 * FREE_MASK_SECONDS_PER_TOKEN
-    monkeypatch.setattr(
-        LargeMatcher, "mask_seconds", free + BYTES_PER_TOKEN / AUTOMATON_BYTES_PER_SECOND
-    )
+def let_automata_grow(monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> None:
+    """Each mask adds a share of the bytes that else a parser gains for a token."""
+    seconds = 1024 * FREE_MASK_SECONDS_PER_TOKEN
+    seconds += share * BYTES_PER_TOKEN / AUTOMATON_BYTES_PER_SECOND
+    monkeypatch.setattr(LargeMatcher, "mask_seconds", seconds)
     monkeypatch.setattr(LargeMatcher, "seconds", 0.0)
 
 
@@ -249,18 +248,70 @@ def test_masks_of_usual_speed_add_nothing() -> None:
     rig.core._mask_maker.close()
 
 
-def test_owners_take_turns(rig: LargeRig) -> None:
-    rig.until_held()
-    (first,) = rig.going_on
-    order = [first.owner]
-    while rig.held:
-        (running,) = rig.going_on
-        while not running.is_finished:
-            rig.turn()
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser_memory, "MAX_PARSER_BYTES", 3.5 * NUM_SLOTS * BYTES_PER_TOKEN)
+
+
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize("grows", [False, True])
+def test_an_owner_within_its_share_is_not_held_back(
+    monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    rig = LargeRig("aaab")
+    if grows:
+        let_automata_grow(monkeypatch)
+    rig.until_held(2)
+    *large, other = rig.large
+    at = {one: one.num_output_tokens for one in rig.held}
+    assert len(at) == 2
+    assert other not in at
+    while not other.is_finished:
         rig.turn()
-        order += [one.owner for one in rig.going_on]
-    assert order[:3] in (["a", "a", "b"], ["a", "b", "a"], ["b", "a", "a"])
-    assert order.index("b") < 2
+        assert other.status is not Status.PAUSED
+        if any(one.is_finished for one in large):
+            break
+        assert {one: one.num_output_tokens for one in at} == at
+    assert rig.finish() == expected()
+    rig.core._mask_maker.close()
+
+
+@pytest.mark.usefixtures("no_room")
+def test_one_output_of_each_owner_goes_on() -> None:
+    rig = LargeRig("aabb")
+    rig.until_held(2)
+    assert sorted(str(one.owner) for one in rig.held) == ["a", "b"]
+    going_on = rig.going_on
+    while not any(one.is_finished for one in going_on):
+        rig.turn()
+    rig.turn()
+    assert {one.owner for one in rig.large if not one.is_finished} == {"a", "b"}
+    assert all(one.num_output_tokens for one in rig.large)
+    assert rig.finish() == expected()
+    rig.core._mask_maker.close()
+
+
+@pytest.mark.usefixtures("no_room")
+def test_unread_streams_hold_back_no_other_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep what their forms' automata have gained, and no token more is made for them."""
+    rig = LargeRig("")
+    let_automata_grow(monkeypatch)
+    unread = rig.make_large("unread", "a", on_slow="pause", max_unread=2)
+    rig.large.append(unread)
+    while unread.status is not Status.PAUSED:
+        rig.turn()
+    grammar = unread.structured_output
+    assert isinstance(grammar, RequestGrammar)
+    grammar.memory.record_mask(2 * parser_memory.MAX_PARSER_BYTES / AUTOMATON_BYTES_PER_SECOND)
+    let_automata_grow(monkeypatch, 0.1)
+    others = [rig.make_large(f"other {i}", "b") for i in range(3)]
+    rig.large += others
+    while not all(one.is_finished for one in others):
+        rig.turn()
+        assert rig.held == [unread]
+    assert rig.core._mask_maker._parser_memory._num_bytes > parser_memory.MAX_PARSER_BYTES
+    rig.core.on_abort(unread.group)
+    rig.core._mask_maker.close()
 
 
 @pytest.mark.parametrize(("num_tokens", "num_resumed"), [(8, 1), (3, 2), (2, 3)])
@@ -294,7 +345,7 @@ def test_parsers_of_held_outputs_that_end_are_freed(rig: LargeRig) -> None:
     while not plain.is_finished:
         rig.turn()
     memory = rig.core._mask_maker._parser_memory
-    assert (memory._large, memory._num_bytes, memory._running) == ({}, 0, None)
+    assert (memory._large, memory._num_bytes, memory._running) == ({}, 0, {})
 
 
 def make_unread(rig: LargeRig, count: int) -> list[Request]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+
 from asyncllm.core.request import OutputGrammar, Request, Status
 from asyncllm.owner_lines import OwnerLines
 from asyncllm.structured.grammar import GrammarMemoryBound
@@ -35,10 +37,11 @@ class ParserMemory:
     outputs' tokens, up to its own maximum, and keeps them as long as one of these outputs lives.
     A usual grammar's automaton has most of its states after a few outputs.
 
-    Beyond MAX_PARSER_BYTES, only one output with a large parser, or that has added much to an
-    automaton, keeps running. The others are held back: they drop their parsers and are paused. Held
-    outputs resume in turns by owner. The next one resumes once its parser fits into half of the
-    maximum, or once no other such output is running.
+    Beyond MAX_PARSER_BYTES, the outputs are held back that have a large parser, or have added much
+    to an automaton, and whose owner has more than an equal share of the maximum: they drop their
+    parsers and are paused. One such output of each owner keeps running. Held outputs resume in
+    turns by owner. The next one resumes once its parser fits into half of its owner's share, or
+    once no output of its owner with a large parser or automaton is running.
 
     Beyond MAX_UNREAD_PARSER_BYTES, streams under backpressure drop their parsers, those paused
     first before others. They are held back once their readers catch up.
@@ -47,17 +50,21 @@ class ParserMemory:
     def __init__(self) -> None:
         self._large: dict[Request, OutputGrammar] = {}
         self._automata: dict[Request, GrammarMemoryBound] = {}
-        self._num_bytes = 0
+        self._automaton_owners: dict[GrammarMemoryBound, Counter[str | None]] = {}
+        self._owner_bytes: dict[str | None, float] = {}
+        self._num_bytes = 0.0
         self._unread: dict[Request, int] = {}
         self._num_unread_bytes = 0
         self._held: OwnerLines[Request] = OwnerLines()
         self._has_held = False  # An attribute, because each turn of the loop reads it.
-        self._running: Request | None = None
+        self._running: dict[str | None, Request] = {}
 
     def count(self, request: Request, grammar: OutputGrammar) -> None:
         """Count an output's parser and its grammar's automaton from now on, if they are large."""
-        if grammar.memory.automaton_bytes >= MIN_LARGE_PARSER_BYTES:
-            self._automata[request] = grammar.memory
+        memory = grammar.memory
+        if memory.automaton_bytes >= MIN_LARGE_PARSER_BYTES and request not in self._automata:
+            self._automata[request] = memory
+            self._automaton_owners.setdefault(memory, Counter())[request.owner] += 1
         own_bytes = max(grammar.excess_parser_bytes, grammar.added_automaton_bytes)
         if own_bytes >= MIN_LARGE_PARSER_BYTES:
             self._large[request] = grammar
@@ -65,10 +72,15 @@ class ParserMemory:
     def must_wait(self, request: Request) -> bool:
         """Whether an output has to be held back before its next mask."""
         return (
-            self._num_bytes > MAX_PARSER_BYTES
-            and request in self._large
-            and request is not self._running
+            request in self._large
+            and request is not self._running.get(request.owner)
+            and self._is_beyond_share(request.owner)
         )
+
+    def _is_beyond_share(self, owner: str | None) -> bool:
+        """Whether all memory is beyond the maximum, and an owner's beyond its share."""
+        share = MAX_PARSER_BYTES / max(1, len(self._owner_bytes))
+        return self._num_bytes > MAX_PARSER_BYTES and self._owner_bytes.get(owner, 0) > share
 
     def hold(self, request: Request) -> None:
         """Hold back an output that has dropped its parser, until ``next_resumed`` returns it."""
@@ -89,7 +101,14 @@ class ParserMemory:
 
     def forget(self, request: Request) -> None:
         """Stop counting an output that has ended."""
-        self._automata.pop(request, None)
+        memory = self._automata.pop(request, None)
+        if memory is not None:
+            owners = self._automaton_owners[memory]
+            owners[request.owner] -= 1
+            if not owners[request.owner]:
+                del owners[request.owner]
+            if not owners:
+                del self._automaton_owners[memory]
         self._forget_parser(request)
 
     def _forget_parser(self, request: Request) -> None:
@@ -117,21 +136,35 @@ class ParserMemory:
     def next_resumed(self) -> Request | None:
         """Remove and return the next held output to resume; None if none may. Adds up all memory
         anew: call this until it returns None, in each turn of the engine's loop."""
-        large = self._large
-        self._num_bytes = sum(grammar.excess_parser_bytes for grammar in large.values())
-        self._num_bytes += sum(one.automaton_bytes for one in set(self._automata.values()))
-        going_on = (one for one in large if one.status is not Status.PAUSED)
-        self._running = next(going_on, None)
-        while self._has_held and (request := self._held.peek()) is not None:
-            grammar = request.structured_output
+        self._add_up()
+        share = MAX_PARSER_BYTES / max(1, len(self._owner_bytes))
+        num_tries = self._held.num_owners if self._has_held else 0
+        while num_tries and (request := self._held.peek()) is not None:
+            owner, grammar = request.owner, request.structured_output
             assert grammar is not None  # Else the request has ended, and was forgotten.
-            is_unread = request.group.channel.is_backpressured
-            num_bytes = self._num_bytes + grammar.excess_parser_bytes
-            if not is_unread and self._running is not None and num_bytes > MAX_PARSER_BYTES / 2:
-                return None
-            self._forget_parser(request)
-            self._held.end_turn(request.owner)
-            if not is_unread:  # Else it is held again once its reader catches up.
+            if request.group.channel.is_backpressured:
+                self._forget_parser(request)  # It is held again once its reader catches up.
+                continue
+            num_bytes = self._owner_bytes.get(owner, 0) + grammar.excess_parser_bytes
+            if num_bytes <= share / 2 or owner not in self._running:
+                self._forget_parser(request)
+                self._held.end_turn(owner)
                 self.count(request, grammar)
                 return request
+            self._held.end_turn(owner)
+            num_tries -= 1
         return None
+
+    def _add_up(self) -> None:
+        """Add up the memory by owner, and find the output of each owner that keeps running. An
+        automaton of several owners counts in equal parts."""
+        self._running.clear()
+        owner_bytes: defaultdict[str | None, float] = defaultdict(float)
+        for request, grammar in self._large.items():
+            owner_bytes[request.owner] += grammar.excess_parser_bytes
+            if request.status is not Status.PAUSED:
+                self._running.setdefault(request.owner, request)
+        for memory, owners in self._automaton_owners.items():
+            for owner in owners:
+                owner_bytes[owner] += memory.automaton_bytes / len(owners)
+        self._owner_bytes, self._num_bytes = owner_bytes, sum(owner_bytes.values())
