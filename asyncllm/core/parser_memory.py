@@ -89,7 +89,10 @@ class ParserMemory:
         self._has_held = True
 
     def add_unread(self, request: Request) -> None:
-        """Count the parser of a stream that was paused by backpressure."""
+        """Count the parser of a stream that was paused by backpressure, and no longer among those
+        of running outputs: thousands of streams may be unread, and ``next_resumed`` adds up the
+        others in each turn."""
+        self._large.pop(request, None)
         grammar = request.structured_output
         if grammar is not None and grammar.parser_bytes and not grammar.is_held:
             self._unread[request] = grammar.parser_bytes
