@@ -27,7 +27,12 @@ from asyncllm.core.request import Request
 from asyncllm.core.request_grammar import RequestGrammar
 from asyncllm.structured import compiler as compiler_module
 from asyncllm.structured.compiler import GrammarCompiler
-from asyncllm.structured.grammar import Grammar, GrammarMemoryBound, Vocabulary
+from asyncllm.structured.grammar import (
+    AUTOMATON_BYTES_PER_SECOND,
+    Grammar,
+    GrammarMemoryBound,
+    Vocabulary,
+)
 from asyncllm.structured.llguidance_backend import LLGuidanceBackend
 from asyncllm.structured.parser_limits import estimate_memory
 from asyncllm.structured.spec import StructuredOutputs, parse_structured_outputs
@@ -107,9 +112,13 @@ async def test_a_grammar_in_use_that_grows_drops_cached_ones(sized):
     memory.num_accepted_tokens = LIMIT // 2**20
     memory.record_mask(0.001)  # Below a MiB.
     assert len(compiler._memories) == 3
-    memory.record_mask(1.0)
+    num_bytes = compiler_module.MAX_SHARED_AUTOMATON_BYTES
+    memory.record_mask(num_bytes / AUTOMATON_BYTES_PER_SECOND - memory.slow_mask_seconds)
     assert [name for name in "abc" if compiler.find_cached(spec_of(name))] == ["c"]
     assert list(compiler._memories) == [memory]
+    # Further outputs do not share a large automaton, so they do not fail with its outputs.
+    memory.record_mask(2**20 / AUTOMATON_BYTES_PER_SECOND)
+    assert compiler.find_cached(spec_of("c")) is None
 
 
 async def test_a_compile_waits_while_grammars_in_use_take_the_bound(sized):

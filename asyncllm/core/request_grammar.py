@@ -80,6 +80,7 @@ class RequestGrammar:
     _all_accept_seconds: float = field(init=False, default=0.0)
     _num_accepted_tokens: int = field(init=False, default=0)
     _slow_mask_seconds: float = field(init=False, default=0.0)
+    _stop_bits: tuple[int, int] | None = field(init=False, default=None)
     num_tokens_to_replay: int = field(init=False, default=0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
@@ -227,11 +228,9 @@ class RequestGrammar:
         mask, may_end = self._bitmask(), matcher.may_end()
         if self.num_delimiter_tokens is None:
             mask, may_end = bytearray(len(mask)), False
-        stops = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
-        for token_id in request.stop_token_ids:
-            byte, bit = token_id >> 3, 1 << (token_id & 7)
-            if byte < len(mask) and not (token_id in self.special_tokens and mask[byte] & bit):
-                mask[byte] = mask[byte] | bit if stops else mask[byte] & ~bit
+        may_stop = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
+        if request.stop_token_ids:
+            mask = self._set_stop_tokens(mask, request.stop_token_ids, may_stop)
         begin_token = None if reasoning is None else reasoning.next_begin_token()
         if begin_token is not None and begin_token >> 3 < len(mask):
             mask[begin_token >> 3] |= 1 << (begin_token & 7)
@@ -248,6 +247,22 @@ class RequestGrammar:
             "under the grammar of structured_outputs: it admits nothing there, or the tokenizer "
             "cannot spell what it does"
         )
+
+    def _set_stop_tokens(
+        self, mask: bytearray, stop_token_ids: Collection[int], may_stop: bool
+    ) -> bytearray:
+        """Allow stop tokens in a mask, or forbid those that the grammar does not name."""
+        if self._stop_bits is None:
+            bits = bytearray(len(mask)), bytearray(len(mask))
+            for token_id in stop_token_ids:
+                if token_id >> 3 < len(mask):
+                    bits[token_id not in self.special_tokens][token_id >> 3] |= 1 << (token_id & 7)
+            special, others = (int.from_bytes(one, "little") for one in bits)
+            self._stop_bits = special, others
+        special, others = self._stop_bits
+        allowed = int.from_bytes(mask, "little")
+        allowed = allowed | special | others if may_stop else allowed & ~others
+        return bytearray(allowed.to_bytes(len(mask), "little"))
 
     def drop_parser(self) -> None:
         """Free the parser's memory, and hold the output back. Before the next mask, a new matcher

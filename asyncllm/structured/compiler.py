@@ -50,6 +50,10 @@ MAX_GRAMMAR_BYTES = 192 * 2**20
 """Maximum estimated memory in bytes of the grammars that are cached or in use. No compilation
 begins while the grammars in use take more."""
 
+MAX_SHARED_AUTOMATON_BYTES = 4 * 2**20
+"""Estimated memory in bytes of an automaton beyond which further requests compile their grammar
+anew. Outputs that share an automaton share its limit of states, and fail together at it."""
+
 MAX_UNSWEPT_BYTES = 32 * 2**20
 """Memory in bytes of the compile queue beyond which abandoned requests are removed from it. Until
 then they are removed at their turn. The texts of waiting requests count in the engine's queue."""
@@ -341,8 +345,11 @@ class GrammarCompiler:
         own_bytes = sum(one.num_bytes for one, its in self._memories.items() if its == owner)
         return own_bytes * len(owners) < MAX_GRAMMAR_BYTES
 
-    def _trim_cache(self) -> None:
+    def _on_growth(self, spec: StructuredOutputs) -> None:
         with self._lock:
+            grammar = self._cache.get(spec)
+            if grammar is not None and grammar.memory.automaton_bytes > MAX_SHARED_AUTOMATON_BYTES:
+                del self._cache[spec]
             self._evict_cached_grammars()
 
     def _evict_cached_grammars(self) -> None:
@@ -430,7 +437,7 @@ class GrammarCompiler:
             else:
                 self._jobs.pop(job.spec, None)
             if grammar is not None and not self._is_closed:
-                grammar.memory.on_growth = self._trim_cache
+                grammar.memory.on_growth = partial(self._on_growth, job.spec)
                 self._memories[grammar.memory] = owner
                 self._cache[job.spec] = grammar
                 self._cache.move_to_end(job.spec)
