@@ -80,7 +80,7 @@ class RequestGrammar:
     _all_accept_seconds: float = field(init=False, default=0.0)
     _num_accepted_tokens: int = field(init=False, default=0)
     _slow_mask_seconds: float = field(init=False, default=0.0)
-    _stop_bits: tuple[int, int] | None = field(init=False, default=None)
+    _known_stop_bits: tuple[int, int] | None = field(init=False, default=None)
     num_tokens_to_replay: int = field(init=False, default=0)
     pending_token: int | None = field(init=False, default=None)
     num_masks_ahead: int = field(init=False, default=0)
@@ -226,20 +226,21 @@ class RequestGrammar:
         if reasoning is not None and reasoning.is_thinking:
             return b""
         mask, may_end = self._bitmask(), matcher.may_end()
+        size, allowed = len(mask), int.from_bytes(mask, "little")  # A bit per token.
         if self.num_delimiter_tokens is None:
-            mask, may_end = bytearray(len(mask)), False
-        may_stop = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
+            allowed, may_end = 0, False
         if request.stop_token_ids:
-            mask = self._set_stop_tokens(mask, request.stop_token_ids, may_stop)
+            named, others = self._stop_bits(request, 8 * size)
+            may_stop = may_end and len(request.token_ids) + 1 >= request.min_total_tokens
+            allowed = allowed | named | others if may_stop else allowed & ~others
         begin_token = None if reasoning is None else reasoning.next_begin_token()
-        if begin_token is not None and begin_token >> 3 < len(mask):
-            mask[begin_token >> 3] |= 1 << (begin_token & 7)
+        if begin_token is not None and begin_token < 8 * size:
+            allowed |= 1 << begin_token
         rules = request.token_rules
         if rules is not None and rules.allowed_mask is not None:
-            common = int.from_bytes(mask, "little") & int.from_bytes(rules.allowed_mask, "little")
-            mask = bytearray(common.to_bytes(len(mask), "little"))
-        if mask != bytes(len(mask)):
-            return bytes(mask)
+            allowed &= int.from_bytes(rules.allowed_mask, "little")
+        if allowed:
+            return allowed.to_bytes(size, "little")
         if may_end:
             return None
         raise RequestError(
@@ -248,21 +249,16 @@ class RequestGrammar:
             "cannot spell what it does"
         )
 
-    def _set_stop_tokens(
-        self, mask: bytearray, stop_token_ids: Collection[int], may_stop: bool
-    ) -> bytearray:
-        """Allow stop tokens in a mask, or forbid those that the grammar does not name."""
-        if self._stop_bits is None:
-            bits = bytearray(len(mask)), bytearray(len(mask))
-            for token_id in stop_token_ids:
-                if token_id >> 3 < len(mask):
+    def _stop_bits(self, request: Request, num_bits: int) -> tuple[int, int]:
+        """Stop tokens that the grammar may name, and the others, with a bit per token."""
+        if self._known_stop_bits is None:
+            bits = bytearray(num_bits // 8), bytearray(num_bits // 8)
+            for token_id in request.stop_token_ids:
+                if token_id < num_bits:
                     bits[token_id not in self.special_tokens][token_id >> 3] |= 1 << (token_id & 7)
-            special, others = (int.from_bytes(one, "little") for one in bits)
-            self._stop_bits = special, others
-        special, others = self._stop_bits
-        allowed = int.from_bytes(mask, "little")
-        allowed = allowed | special | others if may_stop else allowed & ~others
-        return bytearray(allowed.to_bytes(len(mask), "little"))
+            named, others = (int.from_bytes(one, "little") for one in bits)
+            self._known_stop_bits = named, others
+        return self._known_stop_bits
 
     def drop_parser(self) -> None:
         """Free the parser's memory, and hold the output back. Before the next mask, a new matcher
