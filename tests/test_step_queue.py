@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from asyncllm.core.batch import StepBatch
+from asyncllm.core.batch import GrammarMask, StepBatch
 from asyncllm.core.executor import StepOutOfMemoryError
 from asyncllm.gpu.graph import step_queue
 from asyncllm.gpu.graph.step_queue import StepQueue
@@ -296,7 +296,34 @@ def test_the_library_samples_rows_under_masks(asked, rows_per_turn, monkeypatch)
         pytest.fail("the host samples a step")
 
     monkeypatch.setattr(state_of(runner), "sample", sample)
+    begun = []
+    take_masks = runner.sample
+
+    def masks_taken(masks: GrammarMask) -> None:
+        take_masks(masks)
+        begun.append([one.has_begun for one in runner._launched_steps])
+
+    monkeypatch.setattr(runner, "sample", masks_taken)
     assert found(run(runner, 2)) == expected
+    # A step is sampled where it runs, and the next one begins there, before its tokens are read.
+    assert [True, True] in begun
+
+
+def test_an_error_of_sampling_apart_is_raised_at_collect(monkeypatch):
+    runner = ahead(make_decoder(QWEN3))
+    driver = Driver(runner)
+    seq = driver.add(PROMPTS[0], 6, GREEDY, mask=lambda _: packed(range(128), 128))
+    driver.launch([(seq, 0)])
+    queue = queue_of(runner)
+    run = queue._run
+
+    def lacking(args, *, is_early: bool) -> None:
+        args.process.words += 1
+        run(args, is_early=is_early)
+
+    monkeypatch.setattr(queue, "_run", lacking)
+    with pytest.raises(RuntimeError, match="sample"):
+        driver.collect()
 
 
 def test_a_row_without_numbers_fails_alone():

@@ -61,6 +61,7 @@ class LaunchedStep:
         has_begun: whether the step's changes are applied to the batch, and its work has begun.
         is_sampling_queued: whether all sampling on the device is queued, so that later steps may
             begin.
+        is_sampled_apart: whether a recorded step is sampled by a job of its own.
         buffer, sizes: host buffer of the step's sections, and the sections' sizes; set when the
             step begins.
         inputs: the model's inputs; None if the device derives them.
@@ -97,7 +98,7 @@ class LaunchedStep:
         self.logits_table_updates: list[LogitsTableUpdate] = []
         self.overflow_block_table_changes: list[BlockTableChange] = []
         self.masks: GrammarMask | None = None
-        self.has_begun = self.is_sampling_queued = False
+        self.has_begun = self.is_sampling_queued = self.is_sampled_apart = False
         self.sizes: StepSizes | None = None
         self.inputs: StepInputs | None = None
         self.output: StepOutput | None = None

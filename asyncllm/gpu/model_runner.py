@@ -217,10 +217,14 @@ class ModelRunner:
                 f"masks of rows {masks.rows} came; expected some of {step.batch.masked_rows}"
             )
         step.masks = masks
-        if step.has_begun and self._stream.is_async:
-            with self._defer_errors(step):
+        if not step.has_begun:
+            return
+        with self._defer_errors(step):
+            if self._stream.is_async:
                 runner.sample(step)
-            self._begin_steps()
+            else:
+                self._stream.sample(step, is_early=True)
+        self._begin_steps()
 
     def collect(self) -> StepResult:
         self._require_runner()

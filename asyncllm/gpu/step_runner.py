@@ -122,7 +122,9 @@ class StepRunner:
         if not step.is_sampling_queued:
             if step.batch.prompt_logprobs:
                 self._keep_hidden_states(step)
-            if not self.stream.sample(step):
+            if self.stream.sample(step, is_early=False):
+                self.stream.wait(step)
+            else:
                 self._prepare_sampling(step)
                 self.sample(step)
         output = step.read_sample_output()

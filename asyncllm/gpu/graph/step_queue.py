@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +35,13 @@ class _Job(HostBuffer):
     Attributes:
         args: arguments for the library's thread, which copies the step's inputs into the program's
             buffer, runs the program, samples, and writes the tokens to the persistent batch.
-        processing_stages: logits-processing stages that ``args`` has the tables of; None before
-            the first step with processed logits.
+        sampling_args: arguments of sampling apart from the program.
+        processing: arguments of logits processing, for all rows and without grammar masks.
+        processing_stages: logits-processing stages that ``processing`` has the tables of; None
+            before the first step with processed logits.
     """
 
+    processing: Any = None
     processing_stages: SamplingStages | None = None
 
     def __init__(self, recorded_step: RecordedStep, memory: StepMemory, sampler: Sampler) -> None:
@@ -62,38 +66,45 @@ class _Job(HostBuffer):
             lines=indices.data_ptr(), positions=positions.data_ptr(),
             table=token_ids.ctypes.data, table_lines=lines, table_width=width,
         )  # fmt: skip
+        self.sampling_args = STRUCTS["Job"].from_buffer_copy(self.args)
+        self.sampling_args.program = None
 
-    def set_sizes(self, step: LaunchedStep) -> None:
-        """Sets the arguments that depend on the step's sizes and sampling."""
+    def set_inputs(self, step: LaunchedStep) -> None:
+        """Sets the arguments of the program."""
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes
         begin = self.tensors["output_indices"].data_ptr() - self.memory.data_ptr()
         args.bytes = begin + self.tensors["output_indices"].itemsize * sizes.outputs
-        args.num_tokens = sizes.logits + sizes.greedy if step.is_sampling_queued else 0
-        args.draw.rows = sizes.logits if step.is_sampling_queued else 0
-        args.process.rows = step.num_processed if step.is_sampling_queued else 0
+        args.num_tokens = args.draw.rows = args.process.rows = args.top_rows = 0
+        pairs = step.batch.block_copies
+        args.num_block_copies = len(pairs)
+        if pairs:
+            self._block_copies = np.array(pairs, dtype=np.int64)
+            args.block_copies = self._block_copies.ctypes.data
+
+    def set_sampling(self, step: LaunchedStep, args: Any) -> None:
+        """Sets the arguments of sampling, in those of the program or in ``sampling_args``."""
+        sizes = step.sizes
+        assert sizes is not None
+        args.sizes[:] = sizes
+        args.num_tokens, args.draw.rows = sizes.logits + sizes.greedy, sizes.logits
+        if step.num_processed:
+            args.process = self.processing
+            args.process.rows = step.num_processed
+            if step.masks is not None:
+                masks = self.grammar_masks
+                args.process.mask_slots = masks.slots.data_ptr()
+                args.process.mask_words = masks.words.data_ptr()
+                args.process.num_masks = len(masks.words)
+        else:
+            args.process.rows = 0
         asked = np.flatnonzero(step.row_logprobs >= 0)
         args.top_rows = asked[-1] + 1 if len(asked) else 0
         if args.top_rows:
             top = self.logprobs
             args.top = top.values.shape[1] - 1
             args.top_values, args.top_ids = top.values.data_ptr(), top.ids.data_ptr()
-
-    def set_masks(self, step: LaunchedStep) -> None:
-        """Sets the arguments for the step's grammar masks, which it has in this buffer."""
-        args = self.args.process
-        args.mask_slots = args.mask_words = None
-        if step.masks is not None:
-            masks = self.grammar_masks
-            args.mask_slots, args.mask_words = masks.slots.data_ptr(), masks.words.data_ptr()
-            args.num_masks = len(masks.words)
-
-    def set_block_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.args.num_block_copies = len(pairs)
-        if pairs:
-            self._block_copies = np.array(pairs, dtype=np.int64)
-            self.args.block_copies = self._block_copies.ctypes.data
 
 
 class StepQueue(DeviceStream):
@@ -118,7 +129,7 @@ class StepQueue(DeviceStream):
         self._jobs = cycle(
             [_Job(recorded_step, memory, sampler) for _ in range(MAX_STEPS_IN_FLIGHT)]
         )
-        self._last_job: _Job | None = None
+        self._last_args: Any = None
         num_rows, vocab_size = recorded_step.logits.shape
         rows_per_thread = max(1, _PROCESSED_LOGITS_PER_THREAD // vocab_size)
         num_rows = min(num_rows, rows_per_thread * recorded_step.program.context.num_threads)
@@ -163,35 +174,34 @@ class StepQueue(DeviceStream):
             or batch.prompt_logprobs
             or self._sampler.any_row_needs_host(step.req_indices)
         )
+        job.set_inputs(step)
         if step.is_sampling_queued:
             self._prepare_stages(step, job)
-        job.set_sizes(step)
-        job.set_block_copies(batch.block_copies)
-        context = self.recorded_step.program.context
-        run = context.functions.submit if is_early else context.functions.run_job
-        status = run(context.handle, job.args)
-        if status and is_early:
-            raise_for_status("submit", status)
-        self._last_job = job
+            job.set_sampling(step, job.args)
+        self._run(job.args, is_early=is_early)
 
-    def sample(self, step: LaunchedStep) -> bool:
-        """Samples a step that has stopped at the logits, once it awaits no masks; returns False if
-        a row needs the host.
-
-        Raises:
-            RuntimeError, MemoryError: sampling failed.
-        """
-        job = step.buffer
+    def sample(self, step: LaunchedStep, *, is_early: bool) -> bool:
+        job, sampler = step.buffer, self._sampler
         assert isinstance(job, _Job)
-        if self._sampler.any_row_needs_host(step.req_indices):
+        # No op may run while a job is queued, as for prompt log-probabilities.
+        if (is_early and step.batch.prompt_logprobs) or sampler.any_row_needs_host(
+            step.req_indices
+        ):
             return False
         step.write_masks()
-        step.is_sampling_queued = True
+        step.is_sampling_queued = step.is_sampled_apart = True
         self._prepare_stages(step, job)
-        job.set_sizes(step)
-        context = self.recorded_step.program.context
-        context.call("sample_job", job.args)
+        job.set_sampling(step, job.sampling_args)
+        self._run(job.sampling_args, is_early=is_early)
         return True
+
+    def _run(self, args: Any, *, is_early: bool) -> None:
+        context = self.recorded_step.program.context
+        run = context.functions.submit if is_early else context.functions.run_job
+        status = run(context.handle, args)
+        if status and is_early:
+            raise_for_status("submit", status)
+        self._last_args = args
 
     def _prepare_stages(self, step: LaunchedStep, job: _Job) -> None:
         """Sets the stages of a step that its job samples, and the job's arguments for them."""
@@ -199,10 +209,8 @@ class StepQueue(DeviceStream):
             step.stages |= SamplingStages(int(np.bitwise_or.reduce(step.row_stages)))
         if step.stages & SamplingStages.LOGPROBS:
             step.row_logprobs = self._sampler.state.logprobs[step.req_indices]
-        if not step.num_processed:
-            return
         tables = self._memory.tables.allocated_stages
-        if job.processing_stages != tables:
+        if step.num_processed and job.processing_stages != tables:
             logits, job.processing_stages = self.recorded_step.logits, tables
             rows = self._memory.sampling_rows(len(logits))
             args = process_logits_args(logits, rows, tables, self._processed_logits)
@@ -210,8 +218,9 @@ class StepQueue(DeviceStream):
             args.bad_words = state.bad_words.ctypes.data
             args.num_prompt_tokens = batch.num_prompt_tokens.ctypes.data
             args.token_ids, args.max_tokens = job.args.table, job.args.table_width
-            job.args.process, job.args.rows_per_turn = args, len(self._processed_logits)
-        job.set_masks(step)
+            job.processing = args
+            for own in (job.args, job.sampling_args):
+                own.rows_per_turn = len(self._processed_logits)
 
     def wait(self, step: LaunchedStep) -> None:
         """Waits for a submitted step, whose output is valid until the next one is submitted.
@@ -226,10 +235,14 @@ class StepQueue(DeviceStream):
         status = context.functions.wait(context.handle, job.args)
         if status:
             recorded_step.program.raise_failure(status, job.args.failed, job.args.sizes)
+        if step.is_sampled_apart:
+            status = context.functions.wait(context.handle, job.sampling_args)
+            if status:
+                raise_for_status("sample", status)
         step.output = recorded_step.output(job.args.sizes)
 
     def synchronize(self) -> None:
         """Waits for the last submitted step, and ignores its error."""
-        if self._last_job is not None:
+        if self._last_args is not None:
             context = self.recorded_step.program.context
-            context.functions.wait(context.handle, self._last_job.args)
+            context.functions.wait(context.handle, self._last_args)

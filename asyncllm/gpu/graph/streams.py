@@ -49,9 +49,16 @@ class DeviceStream:
         """
         raise NotImplementedError(f"{type(self).__name__} runs no recorded steps")
 
-    def sample(self, step: LaunchedStep) -> bool:
-        """Samples a recorded step that has stopped at the logits; returns False if the caller has
-        to sample it, with ``run``."""
+    def sample(self, step: LaunchedStep, *, is_early: bool) -> bool:
+        """Samples a recorded step that stops at the logits and awaits no masks; returns False if
+        the caller has to sample it, with ``run``, once the step is at its logits.
+
+        Args:
+            is_early: whether to queue the sampling behind the step, which may still be running.
+
+        Raises:
+            RuntimeError, MemoryError: sampling could not be queued.
+        """
         return False
 
     def run(self, work: Callable[[], None]) -> None:

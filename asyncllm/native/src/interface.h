@@ -416,7 +416,7 @@ typedef struct Program {
 // A whole step: the program, its inputs, and its tokens. Everything to which a job
 // points must stay unchanged until asyncllm_wait has returned for it.
 typedef struct Job {
-  const Program* program;
+  const Program* program;  // null: only the sampling, from the logits of the job before
   int64_t sizes[NUM_SIZES];
   void* to;  // the program's inputs, into which `bytes` of `from` are copied before it runs
   const void* from;
@@ -544,9 +544,6 @@ int32_t asyncllm_run(Context*, const Program*, const int64_t* sizes, int64_t* fa
 int32_t asyncllm_submit(Context*, Job*);
 // Runs a job on the calling thread; no job may be queued.
 int32_t asyncllm_run_job(Context*, Job*);
-// Samples from the logits of a job that has ended, and writes its tokens, on the calling thread; no
-// job may be queued.
-int32_t asyncllm_sample_job(Context*, const Job*);
 // Waits until a job has ended.
 int32_t asyncllm_wait(Context*, const Job*);
 

@@ -89,6 +89,7 @@ int32_t sample_job(Context* context, const Job* job) {
 }
 
 int32_t run_job(Context* context, Job* job) {
+  if (!job->program) return sample_job(context, job);
   memcpy(job->to, job->from, job->bytes);
   if (job->num_block_copies) copy_blocks(context, *job);
   int32_t status = asyncllm_run(context, job->program, job->sizes, &job->failed);
@@ -173,11 +174,6 @@ API int32_t asyncllm_submit(Context* context, Job* job) {
 API int32_t asyncllm_run_job(Context* context, Job* job) {
   if (!is_open(context)) return STATUS_CLOSED;
   return job->status = is_valid(*job) ? run_job(context, job) : STATUS_INVALID;
-}
-
-API int32_t asyncllm_sample_job(Context* context, const Job* job) {
-  if (!is_open(context)) return STATUS_CLOSED;
-  return is_valid(*job) ? sample_job(context, job) : STATUS_INVALID;
 }
 
 API int32_t asyncllm_wait(Context* context, const Job* job) {
