@@ -181,12 +181,11 @@ class StepQueue(DeviceStream):
         self._run(job.args, is_early=is_early)
 
     def sample(self, step: LaunchedStep, *, is_early: bool) -> bool:
-        job, sampler = step.buffer, self._sampler
+        job = step.buffer
         assert isinstance(job, _Job)
-        # No op may run while a job is queued, as for prompt log-probabilities.
-        if (is_early and step.batch.prompt_logprobs) or sampler.any_row_needs_host(
-            step.req_indices
-        ):
+        if is_early and step.batch.prompt_logprobs:
+            return False  # Ops compute these, and none may run while a job is queued.
+        if self._sampler.any_row_needs_host(step.req_indices):
             return False
         step.write_masks()
         step.is_sampling_queued = step.is_sampled_apart = True
