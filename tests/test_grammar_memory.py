@@ -116,8 +116,11 @@ async def test_a_grammar_in_use_that_grows_drops_cached_ones(sized):
     memory.record_mask(num_bytes / AUTOMATON_BYTES_PER_SECOND - memory.slow_mask_seconds)
     assert [name for name in "abc" if compiler.find_cached(spec_of(name))] == ["c"]
     assert list(compiler._memories) == [memory]
-    # Further outputs do not share a large automaton, so they do not fail with its outputs.
+    memory.num_accepted_tokens = num_bytes // compiler_module.SLOW_GROWTH_BYTES_PER_TOKEN * 2
     memory.record_mask(2**20 / AUTOMATON_BYTES_PER_SECOND)
+    assert compiler.find_cached(spec_of("c")) is not None
+    # Further outputs do not share an automaton that grows fast: they would fail with its outputs.
+    memory.record_mask(num_bytes / AUTOMATON_BYTES_PER_SECOND)
     assert compiler.find_cached(spec_of("c")) is None
 
 

@@ -54,6 +54,10 @@ MAX_SHARED_AUTOMATON_BYTES = 4 * 2**20
 """Estimated memory in bytes of an automaton beyond which further requests compile their grammar
 anew. Outputs that share an automaton share its limit of states, and fail together at it."""
 
+SLOW_GROWTH_BYTES_PER_TOKEN = 1024
+"""Estimated growth of an automaton for each accepted token up to which it stays shared: that of
+usual forms is a third of this at most, and that of expressions made to grow from 5 to 50 times."""
+
 MAX_UNSWEPT_BYTES = 32 * 2**20
 """Memory in bytes of the compile queue beyond which abandoned requests are removed from it. Until
 then they are removed at their turn. The texts of waiting requests count in the engine's queue."""
@@ -348,7 +352,7 @@ class GrammarCompiler:
     def _on_growth(self, spec: StructuredOutputs) -> None:
         with self._lock:
             grammar = self._cache.get(spec)
-            if grammar is not None and grammar.memory.automaton_bytes > MAX_SHARED_AUTOMATON_BYTES:
+            if grammar is not None and _grows_fast(grammar.memory):
                 del self._cache[spec]
             self._evict_cached_grammars()
 
@@ -446,6 +450,11 @@ class GrammarCompiler:
                     self._cache.popitem(last=False)
         for done_callback, _ in (waiting or {}).values():
             done_callback(grammar, copy(error))  # Each request raises its own copy of the error.
+
+
+def _grows_fast(memory: GrammarMemoryBound) -> bool:
+    slow_growth = memory.num_accepted_tokens * SLOW_GROWTH_BYTES_PER_TOKEN
+    return memory.automaton_bytes > max(MAX_SHARED_AUTOMATON_BYTES, slow_growth)
 
 
 def _refusal_error(spec: StructuredOutputs, reason: str) -> InvalidRequestError:
