@@ -5,14 +5,14 @@ from __future__ import annotations
 from asyncllm.core.request import Request
 
 _MIN_ADMISSIONS = 2
-"""Number of admissions of an owner that any step allows."""
+"""Minimum number of admissions of each owner that every step allows."""
 
 _ADMISSION_SECONDS = 0.0005
 """Time to admit and finish a request, without its tokens, on the engine thread and the event loop,
 which both hold the GIL."""
 
 _ADMISSION_SHARE = 0.5
-"""Time of an owner's admissions in a step, as a share of the step's time without them."""
+"""Maximum time of one owner's admissions in a step, as a fraction of the time of a decode step."""
 
 _TOKENS_PER_ADMISSION = 16
 """Number of prompt tokens, computed again for a further output, that count as an admission."""
@@ -40,7 +40,7 @@ class AdmissionPace:
 
     @property
     def max_admissions(self) -> float:
-        """Number of admissions of an owner in a step."""
+        """Maximum number of admissions of each owner in a step."""
         return max(_MIN_ADMISSIONS, self._decode_seconds * _ADMISSION_SHARE / _ADMISSION_SECONDS)
 
     def count(self, request: Request, num_tokens: int) -> bool:
@@ -52,7 +52,8 @@ class AdmissionPace:
         params = request.sampling
         has_penalties = params.presence_penalty or params.frequency_penalty
         has_penalties = has_penalties or params.repetition_penalty not in (None, 1)
-        # These are written to LogitsTables, which takes about as long as the rest of an admission.
+        # Writing penalties and biases to LogitsTables takes about as long as the rest of an
+        # admission.
         cost = 1 + bool(params.logit_bias or has_penalties)
         if request.first_member is not None:
             cost += num_tokens / _TOKENS_PER_ADMISSION

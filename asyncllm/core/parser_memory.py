@@ -19,10 +19,10 @@ report its memory. It took 25 KiB for a token that took 335 microseconds, 13 KiB
 7.6 KiB for one of 57, 2.8 KiB for one of 34 on a faster processor, and 0.7 KiB for one of 6."""
 
 MIN_LARGE_PARSER_BYTES = 1 << 16
-"""Minimum estimated memory that counts, of a running output's parser or of an automaton."""
+"""Minimum estimated bytes of a running output's parser, or of a lexer automaton, that count."""
 
 MAX_PARSER_BYTES = 96 << 20
-"""Maximum estimated memory of all parsers and automata that count, before outputs are held back."""
+"""Maximum estimated bytes of all counted parsers and automata, before outputs are held back."""
 
 MAX_UNREAD_PARSER_BYTES = 32 << 20
 """Maximum estimated memory of the parsers of streams under backpressure."""
@@ -33,15 +33,15 @@ class ParserMemory:
 
     An Earley parser keeps the items of all tokens until the output ends, up to 25 KiB a token. An
     output that has dropped its parser rebuilds it before its next mask, by replaying its tokens. So
-    dropping delays outputs, and changes no token. A grammar's automaton gains states for its
-    outputs' tokens, up to its own maximum, and keeps them as long as one of these outputs lives.
-    A usual grammar's automaton has most of its states after a few outputs.
+    dropping delays outputs, and changes no token. The lexer's automaton (a lazily built DFA) is
+    shared by all outputs of a grammar. It gains states as they are written, and is freed with the
+    last of them. Usual grammars add few states after their first outputs.
 
-    Beyond MAX_PARSER_BYTES, the outputs are held back that have a large parser, or have added much
-    to an automaton, and whose owner has more than an equal share of the maximum: they drop their
-    parsers and are paused. One such output of each owner keeps running. Held outputs resume in
-    turns by owner. The next one resumes once its parser fits into half of its owner's share, or
-    once no output of its owner with a large parser or automaton is running.
+    An output is large if its parser is, or if it has added much to an automaton. Beyond
+    MAX_PARSER_BYTES, owners with more than an equal share of the memory keep one large output
+    running each. Their other large outputs are held back: they drop their parsers and are paused.
+    Held outputs resume in turns by owner. The next one resumes once its owner's memory, its parser
+    included, is at most half of the share, or once its owner has no large output running.
 
     Beyond MAX_UNREAD_PARSER_BYTES, streams under backpressure drop their parsers, those paused
     first before others. They are held back once their readers catch up.
@@ -60,7 +60,7 @@ class ParserMemory:
         self._running: dict[str | None, Request] = {}
 
     def count(self, request: Request, grammar: OutputGrammar) -> None:
-        """Count an output's parser and its grammar's automaton from now on, if they are large."""
+        """Count an output if it is large, and its grammar's automaton if that is large."""
         memory = grammar.memory
         if memory.automaton_bytes >= MIN_LARGE_PARSER_BYTES and request not in self._automata:
             self._automata[request] = memory
@@ -78,9 +78,14 @@ class ParserMemory:
         )
 
     def _is_beyond_share(self, owner: str | None) -> bool:
-        """Whether all memory is beyond the maximum, and an owner's beyond its share."""
-        share = MAX_PARSER_BYTES / max(1, len(self._owner_bytes))
-        return self._num_bytes > MAX_PARSER_BYTES and self._owner_bytes.get(owner, 0) > share
+        """Whether the maximum is exceeded, and an owner has more than its share of it."""
+        is_exceeded = self._num_bytes > MAX_PARSER_BYTES
+        return is_exceeded and self._owner_bytes.get(owner, 0) > self._share
+
+    @property
+    def _share(self) -> float:
+        """An owner's share of the maximum, which all owners with counted memory divide equally."""
+        return MAX_PARSER_BYTES / max(1, len(self._owner_bytes))
 
     def hold(self, request: Request) -> None:
         """Hold back an output that has dropped its parser, until ``next_resumed`` returns it."""
@@ -89,9 +94,11 @@ class ParserMemory:
         self._has_held = True
 
     def add_unread(self, request: Request) -> None:
-        """Count the parser of a stream that was paused by backpressure, and no longer among those
-        of running outputs: thousands of streams may be unread, and ``next_resumed`` adds up the
-        others in each turn."""
+        """Count the parser of a stream that was paused by backpressure, apart from running ones.
+
+        Thousands of streams may be unread, and ``next_resumed`` adds up the running ones in each
+        turn of the loop.
+        """
         self._large.pop(request, None)
         grammar = request.structured_output
         if grammar is not None and grammar.parser_bytes and not grammar.is_held:
@@ -115,7 +122,7 @@ class ParserMemory:
         self._forget_parser(request)
 
     def _forget_parser(self, request: Request) -> None:
-        """Stop counting the parser of an output that has dropped it."""
+        """Stop counting an output's parser, which it has dropped or is about to rebuild."""
         self._large.pop(request, None)
         self.discard_unread(request)
         if self._has_held:
@@ -140,7 +147,6 @@ class ParserMemory:
         """Remove and return the next held output to resume; None if none may. Adds up all memory
         anew: call this until it returns None, in each turn of the engine's loop."""
         self._add_up()
-        share = MAX_PARSER_BYTES / max(1, len(self._owner_bytes))
         num_tries = self._held.num_owners if self._has_held else 0
         while num_tries and (request := self._held.peek()) is not None:
             owner, grammar = request.owner, request.structured_output
@@ -149,7 +155,7 @@ class ParserMemory:
                 self._forget_parser(request)  # It is held again once its reader catches up.
                 continue
             num_bytes = self._owner_bytes.get(owner, 0) + grammar.excess_parser_bytes
-            if num_bytes <= share / 2 or owner not in self._running:
+            if num_bytes <= self._share / 2 or owner not in self._running:
                 self._forget_parser(request)
                 self._held.end_turn(owner)
                 self.count(request, grammar)
@@ -159,8 +165,10 @@ class ParserMemory:
         return None
 
     def _add_up(self) -> None:
-        """Add up the memory by owner, and find the output of each owner that keeps running. An
-        automaton of several owners counts in equal parts."""
+        """Add up the counted memory of each owner, and choose its output that keeps running.
+
+        If outputs of several owners share an automaton, each owner counts an equal part of it.
+        """
         self._running.clear()
         owner_bytes: defaultdict[str | None, float] = defaultdict(float)
         for request, grammar in self._large.items():

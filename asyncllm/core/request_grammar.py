@@ -50,8 +50,8 @@ class RequestGrammar:
         clock: function that returns the calling thread's CPU seconds. By wall-clock time, a quick
             mask would count as slow on a busy machine.
         mask_speed: speed of the masks of all outputs under the same grammar.
-        memory: memory that all outputs under the same grammar share; of no grammar once the request
-            has ended.
+        memory: bound on the memory that all outputs of the grammar share; an empty one once the
+            request has ended.
         first_mask: the matcher's mask until it accepts a token; None afterwards, and if it is not
             known.
         accept_seconds: seconds that the matcher took to accept tokens since the last mask.
@@ -250,7 +250,7 @@ class RequestGrammar:
         )
 
     def _stop_bits(self, request: Request, num_bits: int) -> tuple[int, int]:
-        """Stop tokens that the grammar may name, and the others, with a bit per token."""
+        """Bit masks of the special stop tokens, which grammars may name, and of the others."""
         if self._known_stop_bits is None:
             bits = bytearray(num_bits // 8), bytearray(num_bits // 8)
             for token_id in request.stop_token_ids:
@@ -310,7 +310,7 @@ class RequestGrammar:
         """Free the grammar's state once the request has ended. If another thread is making a mask,
         the state is freed when that mask is done. Any thread may call this."""
         self.new_matcher = None
-        self.memory = GrammarMemoryBound()  # The compiler counts the grammar's while it is alive.
+        self.memory = GrammarMemoryBound()  # GrammarCompiler counts a bound while it is alive.
         if self.next_mask is None or self.next_mask.cancel():
             self._release_matcher()
         else:

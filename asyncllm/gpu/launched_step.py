@@ -61,7 +61,8 @@ class LaunchedStep:
         has_begun: whether the step's changes are applied to the batch, and its work has begun.
         is_sampling_queued: whether all sampling on the device is queued, so that later steps may
             begin.
-        is_sampled_apart: whether a recorded step is sampled by a job of its own.
+        is_sampled_apart: whether the native library samples the step in a job of its own, after the
+            job of its forward pass.
         buffer, sizes: host buffer of the step's sections, and the sections' sizes; set when the
             step begins.
         inputs: the model's inputs; None if the device derives them.
@@ -150,8 +151,7 @@ class LaunchedStep:
         return [place_of[row] for row in rows]
 
     def write_masks(self) -> None:
-        """Writes the grammar masks to the buffer, and adds the failures of rows whose mask has a
-        wrong length."""
+        """Writes the grammar masks to the buffer; a row whose mask has a wrong length fails."""
         if self.masks is not None:
             errors = self.buffer.grammar_masks.set_masks(self.masks_by_sampled_index())
             self.failures |= {int(self.rows[place]): error for place, error in errors.items()}

@@ -43,8 +43,8 @@ class ResponseEvents:
         num_repeated_bytes: bytes of the request's fields, which the longest events repeat.
         should_generate: whether tokens are generated; false for a request that only fills the
             prefix cache.
-        has_delta_logprobs: whether events of new text have their log-probabilities; false where
-            nobody reads these events.
+        has_delta_logprobs: whether text deltas contain log-probabilities; false for an answer that
+            is not streamed.
         response_json: JSON of the response once it has ended; empty before.
     """
 

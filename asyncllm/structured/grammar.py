@@ -15,15 +15,16 @@ delays a step at most once per this many tokens."""
 
 
 AUTOMATON_BYTES_PER_SECOND = 128 * 2**20
-"""Estimated bytes that a shared automaton gains per CPU second of slow masks. Expressions made to
-grow gained 11 to 64 MiB, and the allocator keeps up to as much of automata that were freed."""
+"""Estimated bytes that a lexer automaton gains per CPU second of slow masks. 14 expressions made
+to grow gained 55 MiB on average, and two of them 250 MiB."""
 
 FREE_MASK_SECONDS_PER_TOKEN = 40e-9
-"""CPU seconds per token of the vocabulary up to which a mask adds nothing to an automaton."""
+"""CPU seconds per token of the vocabulary up to which a mask counts as adding no state to the
+lexer's automaton."""
 
 
 def automaton_bytes(slow_mask_seconds: float) -> int:
-    """Estimate of the bytes that an automaton gains by masks."""
+    """Estimate the bytes that an automaton has gained from its CPU seconds of slow masks."""
     return int(slow_mask_seconds * AUTOMATON_BYTES_PER_SECOND)
 
 
@@ -93,10 +94,10 @@ class GrammarMemoryBound:
         bytes_per_token: bytes that each accepted token may add to the shared automaton.
         max_added_bytes: maximum number of bytes that all tokens may add.
         num_accepted_tokens: number of accepted tokens, of all outputs.
-        slow_mask_seconds: CPU seconds of masks, of all outputs, beyond what a mask takes that adds
-            nothing to the shared automaton.
-        on_growth: function that is called for each MiB that the shared automaton gains, on the
-            thread that makes the mask.
+        slow_mask_seconds: CPU seconds of all outputs' masks, less FREE_MASK_SECONDS_PER_TOKEN for
+            each mask and token of the vocabulary.
+        on_growth: called when ``automaton_bytes`` reaches another MiB, on the thread that makes the
+            mask.
         is_exhausted: whether the shared automaton is at its limit, so that no output can begin.
     """
 
@@ -114,8 +115,10 @@ class GrammarMemoryBound:
 
     @property
     def automaton_bytes(self) -> int:
-        """Estimate of the bytes that all tokens have added, closer than ``num_bytes``. It depends
-        on the processor's speed."""
+        """Estimated bytes that the automaton has gained, from the time of masks.
+
+        It depends on the processor's speed, and is mostly far below the bound in ``num_bytes``.
+        """
         return min(automaton_bytes(self.slow_mask_seconds), self._max_automaton_bytes)
 
     @property
@@ -123,7 +126,7 @@ class GrammarMemoryBound:
         return min(self.num_accepted_tokens * self.bytes_per_token, self.max_added_bytes)
 
     def record_mask(self, slow_seconds: float) -> None:
-        """Record a mask: its part of ``slow_mask_seconds``."""
+        """Add a mask's seconds to ``slow_mask_seconds``, and call ``on_growth`` if it is due."""
         num_bytes = self.automaton_bytes
         self.slow_mask_seconds += slow_seconds
         if self.on_growth is not None and self.automaton_bytes >> 20 > num_bytes >> 20:

@@ -35,7 +35,7 @@ class _Job(HostBuffer):
     Attributes:
         args: arguments for the library's thread, which copies the step's inputs into the program's
             buffer, runs the program, samples, and writes the tokens to the persistent batch.
-        sampling_args: arguments of sampling apart from the program.
+        sampling_args: arguments of a job that only samples, from the logits of the step's program.
         processing: arguments of logits processing, for all rows and without grammar masks.
         processing_stages: logits-processing stages that ``processing`` has the tables of; None
             before the first step with processed logits.
@@ -70,7 +70,7 @@ class _Job(HostBuffer):
         self.sampling_args.program = None
 
     def set_inputs(self, step: LaunchedStep) -> None:
-        """Sets the arguments of the program."""
+        """Sets the arguments of the program, without sampling."""
         args, sizes = self.args, step.sizes
         assert sizes is not None
         args.sizes[:] = sizes
@@ -84,7 +84,8 @@ class _Job(HostBuffer):
             args.block_copies = self._block_copies.ctypes.data
 
     def set_sampling(self, step: LaunchedStep, args: Any) -> None:
-        """Sets the arguments of sampling, in those of the program or in ``sampling_args``."""
+        """Sets the arguments of sampling in ``args``, which are this job's ``args`` or
+        ``sampling_args``."""
         sizes = step.sizes
         assert sizes is not None
         args.sizes[:] = sizes

@@ -50,14 +50,17 @@ class DeviceStream:
         raise NotImplementedError(f"{type(self).__name__} runs no recorded steps")
 
     def sample(self, step: LaunchedStep, *, is_early: bool) -> bool:
-        """Samples a recorded step that stops at the logits and awaits no masks; returns False if
-        the caller has to sample it, with ``run``, once the step is at its logits.
+        """Samples a recorded step whose program computes logits alone, once its masks are made.
 
         Args:
-            is_early: whether to queue the sampling behind the step, which may still be running.
+            is_early: whether to queue the sampling behind the program, which may still be running;
+                otherwise the program has ended, and the caller waits for the sampling.
+
+        Returns:
+            False if this stream cannot sample the step. The caller then samples it with ``run``.
 
         Raises:
-            RuntimeError, MemoryError: sampling could not be queued.
+            RuntimeError, MemoryError: the sampling could not be queued.
         """
         return False
 
